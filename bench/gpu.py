@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from report import keep
 
 if TYPE_CHECKING:
-    from gpu_cases.catalogue import Step
+    from gpu_cases.catalog import Step
 
 HERE = Path(__file__).resolve().parent
 
@@ -166,7 +166,7 @@ _starting = threading.Lock()  # the server that forks the ranks may be used by o
 
 def run_step(step: Step, run: Run) -> Outcome:
     """Runs the program of a step on its own ranks."""
-    from gpu_cases.catalogue import ONE
+    from gpu_cases.catalog import ONE
     from gpu_cases.session import BACKENDS, Setting
     from world import RankFailed, Ranks
 
@@ -287,7 +287,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def run_all(run: Run) -> list[dict[str, object]]:
     """Runs the selected steps; returns the tables of the result."""
     import torch
-    from gpu_cases.catalogue import steps
+    from gpu_cases.catalog import steps
     from gpu_cases.facts import facts, topology
     from world import Ranks
 
@@ -334,7 +334,7 @@ def note(options: argparse.Namespace, machine: list[dict[str, str]]) -> str:
 def main() -> None:
     options = parse()
     if options.list:
-        from gpu_cases.catalogue import steps
+        from gpu_cases.catalog import steps
 
         print("\n".join(["tests/gpu", *(step.name for step in steps()), "speed: a training step"]))
         return

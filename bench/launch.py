@@ -80,8 +80,8 @@ def rank_main(rank: int, gaps: list[int], calls: int, directory: str) -> None:
     made = {}
     for kind, threads in (("waits", 1), ("sleeps", len(cores))):
         torch.set_num_threads(threads)
-        with tempfile.TemporaryDirectory() as meeting:
-            dist.init_process_group("paceline", init_method=f"file://{meeting}/store", rank=0, world_size=1)
+        with tempfile.TemporaryDirectory() as rendezvous:
+            dist.init_process_group("paceline", init_method=f"file://{rendezvous}/store", rank=0, world_size=1)
         torch.set_num_threads(1)
         call = dist.all_reduce_init(torch.zeros(1024))
         call.start()

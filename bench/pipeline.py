@@ -121,8 +121,8 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
     if with_torch:
         import torch.distributed as torch_dist
 
-        meeting = f"file://{directory}/meeting"
-        torch_dist.init_process_group("gloo", meeting, timedelta(seconds=30), rank=rank, world_size=ranks)
+        rendezvous = f"file://{directory}/rendezvous"
+        torch_dist.init_process_group("gloo", rendezvous, timedelta(seconds=30), rank=rank, world_size=ranks)
         model = layers(ranks, width, depth)
         for name, kind in THEIRS.items():
             step = partial(of_torch(kind, rank, ranks, depth, model, parts), x)

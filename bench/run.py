@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from publish.catalogue import RUNS, USUAL
+from publish.catalog import RUNS, USUAL
 from publish.results import FOLDER
 
 HERE = Path(__file__).resolve().parent

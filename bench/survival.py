@@ -4,7 +4,7 @@
 
 Elastic jobs with 12 logical shards run with each number of workers, which are killed with SIGKILL one at a time at
 random instants. Two of the times for `paceline plan --times` are derived from jobs of 2 workers, whose survivor is
-alone (`forming`, a member's own work for a new view), and of 3 (`meeting`, until the members are connected). These
+alone (`forming`, a member's own work for a new view), and of 3 (`rendezvous`, until the members are connected). These
 times are used to simulate the other jobs, with the coordinator that a launcher runs. All workers share the cores of
 this machine, so `forming` takes longer with more workers than cores. "error" is the simulated median divided by the
 measured one, minus 1; a pause is defined as in `bench/elastic.py`.
@@ -63,12 +63,12 @@ def main() -> None:
     from paceline.operate.plan.simulated_job import EventTimes
 
     rows: list[dict[str, object]] = []
-    forming_s = meeting_s = 0.0
+    forming_s = rendezvous_s = 0.0
     for workers in (2, 3, *options.workers):
         step_s, pauses_s = measured(workers, options.kills, options.steps)
         p50_s = statistics.median(pauses_s)
         share = max(1.0, (workers - 1) / _core.usable_cores())  # survivors per core
-        times = EventTimes(step_s=step_s, forming_s=forming_s * share, meeting_s=meeting_s)
+        times = EventTimes(step_s=step_s, forming_s=forming_s * share, rendezvous_s=rendezvous_s)
         found_s = statistics.median(simulated(workers, times))
         row: dict[str, object] = {
             "workers": workers,
@@ -81,8 +81,8 @@ def main() -> None:
             forming_s = max(0.0, p50_s - found_s)
             row["fitted"] = f"forming {forming_s * 1e3:.3g} ms"
         elif workers == 3:
-            meeting_s = max(0.0, p50_s - found_s)
-            row["fitted"] = f"meeting {meeting_s * 1e3:.3g} ms"
+            rendezvous_s = max(0.0, p50_s - found_s)
+            row["fitted"] = f"rendezvous {rendezvous_s * 1e3:.3g} ms"
         else:
             row |= {"simulated p50 ms": found_s * 1e3, "error %": 100 * (found_s / p50_s - 1)}
         rows.append(row)

@@ -29,7 +29,7 @@ _QUIET = ("--quiet", "--disable-pip-version-check")
 _KEPT = ("HOME", "TMPDIR", "LANG", "CC", "CXX", "CMAKE_CXX_COMPILER_LAUNCHER", "SSL_CERT_FILE")
 _LONGEST_S = 1800
 BORROWED = ("torch", "numpy", "scikit-learn")  # scikit-learn contains the digits
-MEETING = (
+RENDEZVOUS = (
     "from paceline.comm.rendezvous.rendezvous import rendezvous\n"
     "met = rendezvous('env://', None, -1, -1, 60)\n"
     "print('rank', met.rank, 'of', met.world_size)\n"
@@ -76,7 +76,7 @@ def examine(wheel: Path) -> None:
         "paceline/__init__.pyi": "paceline/__init__.pyi" in names,
         "the classifier Typing :: Typed": "Classifier: Typing :: Typed" in told,
         "the command paceline": "paceline = paceline.__main__:main" in commands,
-        "the licence": any(name.endswith("/LICENSE") for name in names),
+        "the license": any(name.endswith("/LICENSE") for name in names),
     }.items():
         if not is_there:
             raise CheckFailed(f"{wheel.name} lacks {missing}")
@@ -142,8 +142,8 @@ def try_out(programs: Path, with_torch: bool) -> None:
     print(_run([str(programs / "paceline"), "--version"], PATH=str(programs)), end="")
     script, arguments = ROOT / "examples" / "digits.py", ["--epochs", "1"]
     if not with_torch:
-        script, arguments = PLACE / "meeting.py", []
-        script.write_text(MEETING)
+        script, arguments = PLACE / "rendezvous.py", []
+        script.write_text(RENDEZVOUS)
     done = _run(
         [str(programs / "paceline"), "run", "--nproc-per-node", "2", str(script), *arguments], PATH=str(programs)
     )

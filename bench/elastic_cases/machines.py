@@ -21,7 +21,7 @@ def elastic(
 ) -> Launched:
     """Starts an elastic job that runs `train_shards.py` or another script, with a launcher on each of the hosts."""
     launcher = [sys.executable, "-m", "paceline", "run", "--elastic", "--nproc-per-node", str(per_host)]
-    meeting = ["--nnodes", nnodes or str(len(network.hosts)), "--rdzv-endpoint", f"{ipv4(0)}:29400"]
+    rendezvous = ["--nnodes", nnodes or str(len(network.hosts)), "--rdzv-endpoint", f"{ipv4(0)}:29400"]
     program = [str(HERE / script), "{directory}", "--steps", str(steps), *options]
     environment = {**ENVIRONMENT, "PACELINE_SECRET": secrets.token_hex(16)}
     waiting = iter(network.hosts)
@@ -36,4 +36,4 @@ def elastic(
         with ThreadPoolExecutor(1) as thread:  # which enters the host, and not the benchmark
             return thread.submit(inside).result()
 
-    return Launched(*[[*launcher, *meeting, *program]] * len(network.hosts), start=start)
+    return Launched(*[[*launcher, *rendezvous, *program]] * len(network.hosts), start=start)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from elastic_cases.task import Network, Samples, arguments, batch_of, leave_result, optimizer_of
 from elastic_cases.timeline import Recorder
 
-_MEETING_S = 120.0
+_RENDEZVOUS_S = 120.0
 
 
 def meet(directory: Path, replica: int, replicas: int) -> None:
@@ -32,7 +32,7 @@ def meet(directory: Path, replica: int, replicas: int) -> None:
         TimeoutError: A replica does not start in time.
     """
     (directory / f"here-{replica}").touch()
-    deadline = time.monotonic() + _MEETING_S
+    deadline = time.monotonic() + _RENDEZVOUS_S
     while len(here := list(directory.glob("here-*"))) < replicas:
         if time.monotonic() > deadline:
             raise TimeoutError(f"only {sorted(path.name for path in here)} of {replicas} replicas came")

@@ -16,7 +16,7 @@ except ImportError as error:
 Axes = Any  # matplotlib's own classes are mostly untyped
 
 INK, QUIET, LINE, PAPER = "#1f2430", "#5b6472", "#c3c9d4", "#ffffff"
-BLUE, AMBER, GREEN, VIOLET, GREY = "#0369a1", "#b45309", "#15803d", "#6d28d9", "#64748b"
+BLUE, AMBER, GREEN, VIOLET, GRAY = "#0369a1", "#b45309", "#15803d", "#6d28d9", "#64748b"
 _DARK = {
     INK: "#e6e9ef",
     QUIET: "#9aa4b2",
@@ -26,7 +26,7 @@ _DARK = {
     AMBER: "#fbbf24",
     GREEN: "#4ade80",
     VIOLET: "#c4b5fd",
-    GREY: "#94a3b8",
+    GRAY: "#94a3b8",
 }
 _COORDINATE = re.compile(r"-?\d+\.\d{3,}")  # coordinates with more decimals than are visible
 _STYLE = {
@@ -99,10 +99,10 @@ def bars(axes: Axes, groups: Sequence[str], series: dict[str, tuple[str, list[fl
         unit: The unit of the values, used as the axis label.
     """
     width = 0.8 / len(series)
-    for at, (name, (colour, values)) in enumerate(series.items()):
+    for at, (name, (color, values)) in enumerate(series.items()):
         places = [group + (at - (len(series) - 1) / 2) * width for group in range(len(groups))]
         shown = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
-        axes.bar([place for place, _ in shown], [value for _, value in shown], 0.9 * width, color=colour, label=name)
+        axes.bar([place for place, _ in shown], [value for _, value in shown], 0.9 * width, color=color, label=name)
         for place, value in shown:
             axes.text(place, value, f"{value:.3g}", ha="center", va="bottom", fontsize=7, color=QUIET)
     axes.set_xticks(range(len(groups)), groups)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from publish.canvas import AMBER, BLUE, GREEN, GREY, VIOLET, Axes, bars, picture
+from publish.canvas import AMBER, BLUE, GRAY, GREEN, VIOLET, Axes, bars, picture
 from publish.results import Result, Row
 
 Results = Mapping[str, Result]
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20}
-_COLOURS = {"paceline": BLUE, "empty_shared": VIOLET, "gloo": AMBER, "flat ring": VIOLET}
+_COLORS = {"paceline": BLUE, "empty_shared": VIOLET, "gloo": AMBER, "flat ring": VIOLET}
 
 
 def all_reduce(results: Results) -> str:
@@ -41,11 +41,11 @@ def _by_size(axis: Axes, rows: Sequence[Row], title: str) -> None:
         mine = [row for row in rows if row["by"] == name]
         sizes = [_nbytes(row["size"]) for row in mine]
         medians = [row["p50 µs"] for row in mine]
-        colour = _COLOURS.get(name, GREEN)
-        axis.plot(sizes, medians, marker="o", markersize=3, linewidth=1.5, color=colour, label=name)
+        color = _COLORS.get(name, GREEN)
+        axis.plot(sizes, medians, marker="o", markersize=3, linewidth=1.5, color=color, label=name)
         tails = [row["p95 µs"] for row in mine]
         if None not in tails:
-            axis.fill_between(sizes, medians, tails, color=colour, alpha=0.2, linewidth=0)
+            axis.fill_between(sizes, medians, tails, color=color, alpha=0.2, linewidth=0)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     all_sizes = sorted({_nbytes(row["size"]) for row in rows})
@@ -69,15 +69,15 @@ def _short(nbytes: int) -> str:
 
 def training_steps(results: Results) -> str:
     names = {"ddp": "2 ranks on 2 cores", "ddp-4-ranks": "4 ranks on 2 cores"}
-    colours = {"Paceline DDP": BLUE, "torch DDP": AMBER}
+    colors = {"Paceline DDP": BLUE, "torch DDP": AMBER}
 
     def paint(axes: Sequence[Axes]) -> None:
         for axis, (name, title) in zip(axes, names.items(), strict=True):
             rows = results[name].rows()
             models = list(dict.fromkeys(str(row["model"]) for row in rows))
             series = {
-                kind: (colour, [_value(rows, "of barrier", model=model, step=kind) for model in models])
-                for kind, colour in colours.items()
+                kind: (color, [_value(rows, "of barrier", model=model, step=kind) for model in models])
+                for kind, color in colors.items()
             }
             bars(axis, [model.replace(" ", "\n", 1) for model in models], series, "step with a bare barrier / step")
             axis.set_ylim(0, 1.1)
@@ -89,7 +89,7 @@ def training_steps(results: Results) -> str:
 def one_copy(results: Results) -> str:
     rows = results["shared_model"].rows()
     models = list(dict.fromkeys(str(row["model"]) for row in rows))
-    colours = {"barrier": GREY, "one": BLUE, "Paceline": VIOLET, "torch": AMBER}
+    colors = {"barrier": GRAY, "one": BLUE, "Paceline": VIOLET, "torch": AMBER}
 
     def paint(axes: Sequence[Axes]) -> None:
         for axis, model in zip(axes, models, strict=True):
@@ -97,8 +97,8 @@ def one_copy(results: Results) -> str:
             places = range(len(mine))
             medians = [row["p50 ms"] for row in mine]
             tails = [row["p95 ms"] - row["p50 ms"] for row in mine]
-            colour = [colours[str(row["step"]).replace(",", "").split()[0]] for row in mine]
-            axis.barh(places, medians, xerr=[[0] * len(mine), tails], color=colour, error_kw={"ecolor": GREY})
+            color = [colors[str(row["step"]).replace(",", "").split()[0]] for row in mine]
+            axis.barh(places, medians, xerr=[[0] * len(mine), tails], color=color, error_kw={"ecolor": GRAY})
             axis.set_yticks(places, [str(row["step"]) for row in mine])
             axis.invert_yaxis()
             axis.grid(False, axis="y")
@@ -110,10 +110,10 @@ def one_copy(results: Results) -> str:
 
 def deaths(results: Results) -> str:
     rows = results["death"].rows()
-    colours = {"p50 ms": BLUE, "p95 ms": VIOLET, "p99 ms": AMBER}
+    colors = {"p50 ms": BLUE, "p95 ms": VIOLET, "p99 ms": AMBER}
 
     def paint(axes: Sequence[Axes]) -> None:
-        series = {name.split()[0]: (colour, [row[name] for row in rows]) for name, colour in colours.items()}
+        series = {name.split()[0]: (color, [row[name] for row in rows]) for name, color in colors.items()}
         bars(axes[0], [str(row["case"]) for row in rows], series, "ms from SIGKILL to the error")
 
     return picture("Time from a rank's death to the error in each survivor", 1, paint)

@@ -15,7 +15,7 @@ from playing import Data, Message, play
 from paceline.comm.schedule.steps import Buffer, Operation
 
 LETTERS = "ABCDEFGH"
-COLOURS = ("#0369a1", "#0e7490", "#a16207", "#15803d")
+COLORS = ("#0369a1", "#0e7490", "#a16207", "#15803d")
 """Colors of blocks that contain the data of one rank, of at most half of the ranks, of more than half, and of all."""
 
 LEFT, TOP, COLUMN, ROW, WIDTH, HEIGHT = 84, 104, 104, 52, 84, 32
@@ -53,9 +53,9 @@ class Clock:
             times, values = [*times, begin], [*values, "1"]
         if end < 1:
             times, values = [*times, end], [*values, "0"]
-        spelt = ";".join(f"{time:.4f}".rstrip("0").rstrip(".") for time in times)
+        spelled = ";".join(f"{time:.4f}".rstrip("0").rstrip(".") for time in times)
         return (
-            f'<animate attributeName="opacity" calcMode="discrete" values="{";".join(values)}" keyTimes="{spelt}" '
+            f'<animate attributeName="opacity" calcMode="discrete" values="{";".join(values)}" keyTimes="{spelled}" '
             f'dur="{self.lasts_s:g}s" repeatCount="indefinite"/>'
         )
 
@@ -76,10 +76,10 @@ def corner(rank: int, block: int) -> tuple[float, float]:
 def box(data: Data, n: int) -> str:
     """Returns a box at the origin, labeled with the ranks whose data it contains."""
     some = len(data.ranks)
-    colour = COLOURS[3 if some == n else 2 if 2 * some > n else 1 if some > 1 else 0]
+    color = COLORS[3 if some == n else 2 if 2 * some > n else 1 if some > 1 else 0]
     text = "".join(LETTERS[rank] for rank in sorted(data.ranks))
     return (
-        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{colour}" stroke="#ffffff"/>'
+        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{color}" stroke="#ffffff"/>'
         f'<text x="{WIDTH / 2:g}" y="21" text-anchor="middle" font-size="13" fill="#ffffff">{text}</text>'
     )
 

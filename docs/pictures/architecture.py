@@ -1,4 +1,4 @@
-"""Draws the storeys and layers of Paceline, and the path of three calls through them.
+"""Draws the layers of Paceline with their components, and the path of three calls through them.
 
 python docs/pictures/architecture.py        writes architecture.svg next to this script
 
@@ -14,10 +14,10 @@ from xml.sax.saxutils import escape
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A row of the picture: its storey, its name, its purpose, and its folders."""
+class Component:
+    """A row of the picture: its layer, its name, its purpose, and its folders."""
 
-    storey: str
+    layer: str
     name: str
     does: str
     folders: tuple[str, ...]
@@ -36,30 +36,30 @@ class Route:
     """The path of a call from top to bottom, with a note on what happens after the last hop."""
 
     title: str
-    colour: str
+    color: str
     hops: tuple[Hop, ...]
     after: str
 
 
-LAYERS = (
-    Layer("cli", "cli", "the commands", ("src/paceline/cli",)),
-    Layer(
+COMPONENTS = (
+    Component("cli", "cli", "the commands", ("src/paceline/cli",)),
+    Component(
         "interop",
         "torch_backend, horovod,\nintegrations, migrate",
         "Paceline in other libraries",
         tuple(f"src/paceline/interop/{room}" for room in ("torch_backend", "horovod", "integrations", "migrate")),
     ),
-    Layer("operate", "plan", "predicts jobs on\nother machines", ("src/paceline/operate/plan",)),
-    Layer("operate", "launch", "starts, monitors and\nstops workers; no torch", ("src/paceline/operate/launch",)),
-    Layer(
+    Component("operate", "plan", "predicts jobs on\nother machines", ("src/paceline/operate/plan",)),
+    Component("operate", "launch", "starts, monitors and\nstops workers; no torch", ("src/paceline/operate/launch",)),
+    Component(
         "operate",
         "dashboard, diagnosis",
         "shows and explains the\nprocesses' recordings",
         ("src/paceline/operate/dashboard", "src/paceline/operate/diagnosis"),
     ),
-    Layer("train", "checkpoint", "training state on disk,\nnever torn", ("src/paceline/train/checkpoint",)),
-    Layer("train", "elastic", "views, rounds, and state\nfor joining workers", ("src/paceline/train/elastic",)),
-    Layer(
+    Component("train", "checkpoint", "training state on disk,\nnever torn", ("src/paceline/train/checkpoint",)),
+    Component("train", "elastic", "views, rounds, and state\nfor joining workers", ("src/paceline/train/elastic",)),
+    Component(
         "train",
         "ddp, zero, diloco,\nshared_model, tensor,\npipeline, logical_shards",
         "replicas and divided\nmodels",
@@ -68,21 +68,21 @@ LAYERS = (
             for room in ("ddp", "zero", "diloco", "shared_model", "tensor", "pipeline", "logical_shards")
         ),
     ),
-    Layer(
+    Component(
         "train",
         "data, checks",
         "data loading; checks of\ngradients and replicas",
         ("src/paceline/train/data", "src/paceline/train/checks"),
     ),
-    Layer("comm", "group", "collectives, as called\nby users", ("src/paceline/comm/group",)),
-    Layer("comm", "engine", "connections, and the\nexecution of calls", ("src/paceline/comm/engine",)),
-    Layer("comm", "schedule", "collectives as lists of\nsteps, for several hosts", ("src/paceline/comm/schedule",)),
-    Layer("comm", "rendezvous", "agreement on ranks", ("src/paceline/comm/rendezvous",)),
-    Layer("comm", "store", "key-value stores", ("src/paceline/comm/store",)),
-    Layer("comm", "one_port", "all listeners of a machine\non one port", ("src/paceline/comm/one_port",)),
-    Layer("comm", "security", "the secret and\nthe handshake", ("src/paceline/comm/security",)),
-    Layer("comm", "record", "calls and steps, in memory\nthat outlives the process", ("src/paceline/comm/record",)),
-    Layer("core", "native", "C++: shared memory,\nTCP, reductions", ("native",)),
+    Component("comm", "group", "collectives, as called\nby users", ("src/paceline/comm/group",)),
+    Component("comm", "engine", "connections, and the\nexecution of calls", ("src/paceline/comm/engine",)),
+    Component("comm", "schedule", "collectives as lists of\nsteps, for several hosts", ("src/paceline/comm/schedule",)),
+    Component("comm", "rendezvous", "agreement on ranks", ("src/paceline/comm/rendezvous",)),
+    Component("comm", "store", "key-value stores", ("src/paceline/comm/store",)),
+    Component("comm", "one_port", "all listeners of a machine\non one port", ("src/paceline/comm/one_port",)),
+    Component("comm", "security", "the secret and\nthe handshake", ("src/paceline/comm/security",)),
+    Component("comm", "record", "calls and steps, in memory\nthat outlives the process", ("src/paceline/comm/record",)),
+    Component("core", "native", "C++: shared memory,\nTCP, reductions", ("native",)),
 )
 
 CORE_ALL_REDUCE = (
@@ -103,7 +103,7 @@ ROUTES = (
             Hop("src/paceline/operate/launch/command.py", "run"),
             Hop("src/paceline/operate/launch/job.py", "job_of"),
             Hop("src/paceline/operate/launch/worker_group_launcher.py", "run"),
-            Hop("src/paceline/operate/launch/worker_group_launcher.py", "open_meeting"),
+            Hop("src/paceline/operate/launch/worker_group_launcher.py", "open_rendezvous"),
             Hop("src/paceline/operate/launch/launcher.py", "Launcher.run"),
             Hop("src/paceline/operate/launch/multinode/membership.py", "Membership.joined"),
             Hop("src/paceline/operate/launch/worker_group_launcher.py", "WorkerGroupLauncher._start"),
@@ -152,18 +152,20 @@ LEFT, COLUMN, TOP, STOP, PAD = 268, 318, 92, 42, 16
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 STYLE = """
 .paper { fill: #ffffff } .band { fill: #f1f3f7 } .ink { fill: #1f2430 } .quiet { fill: #5b6472 }
-.storey { fill: #475569 }
+.layer { fill: #475569 }
 @media (prefers-color-scheme: dark) {
   .paper { fill: #161b22 } .band { fill: #1e242d } .ink { fill: #e6e9ef } .quiet { fill: #9aa4b2 }
-  .storey { fill: #8b98ab }
+  .layer { fill: #8b98ab }
 }
 """
 
 
-def layer_of(hop: Hop) -> int:
-    """Returns the index of the layer that contains a hop's file."""
+def component_of(hop: Hop) -> int:
+    """Returns the index of the component that contains a hop's file."""
     return next(
-        at for at, layer in enumerate(LAYERS) if any(hop.file.startswith(f"{folder}/") for folder in layer.folders)
+        at
+        for at, component in enumerate(COMPONENTS)
+        if any(hop.file.startswith(f"{folder}/") for folder in component.folders)
     )
 
 
@@ -178,23 +180,23 @@ def text(x: float, y: float, words: str, size: float, look: str = "ink", more: s
 
 
 def rows() -> list[tuple[int, int]]:
-    """Returns the top and the height of each layer, which fits the most hops that a route has in the layer."""
+    """Returns the top and the height of each component, which fits the most hops that a route has in the component."""
     found, top = [], TOP
-    for at in range(len(LAYERS)):
-        most = max(sum(layer_of(hop) == at for hop in route.hops) for route in ROUTES)
-        height = max(most * STOP + PAD, 68) + (20 if at == len(LAYERS) - 1 else 0)
+    for at in range(len(COMPONENTS)):
+        most = max(sum(component_of(hop) == at for hop in route.hops) for route in ROUTES)
+        height = max(most * STOP + PAD, 68) + (20 if at == len(COMPONENTS) - 1 else 0)
         found.append((top, height))
         top += height
     return found
 
 
-def draw_layers(width: int) -> list[str]:
-    """Returns bands with the names and purposes of the layers."""
+def draw_components(width: int) -> list[str]:
+    """Returns bands with the names and purposes of the components."""
     shapes = []
-    for at, (layer, (top, height)) in enumerate(zip(LAYERS, rows(), strict=True)):
+    for at, (component, (top, height)) in enumerate(zip(COMPONENTS, rows(), strict=True)):
         if at % 2 == 0:
             shapes.append(f'<rect x="44" y="{top}" width="{width - 56}" height="{height}" rx="8" class="band"/>')
-        names, does = layer.name.split("\n"), layer.does.split("\n")
+        names, does = component.name.split("\n"), component.does.split("\n")
         y = top + 24
         for line in names:
             shapes.append(text(58, y, line, 14, more=' font-weight="600"'))
@@ -205,15 +207,15 @@ def draw_layers(width: int) -> list[str]:
     return shapes
 
 
-def draw_storeys() -> list[str]:
-    """Returns a strip with the name of each storey, to the left of its layers."""
+def draw_layers() -> list[str]:
+    """Returns a strip with the name of each layer, to the left of its components."""
     shapes = []
-    for storey in dict.fromkeys(layer.storey for layer in LAYERS):
-        spans = [span for layer, span in zip(LAYERS, rows(), strict=True) if layer.storey == storey]
+    for layer in dict.fromkeys(component.layer for component in COMPONENTS):
+        spans = [span for component, span in zip(COMPONENTS, rows(), strict=True) if component.layer == layer]
         top, bottom = spans[0][0] + 2, sum(spans[-1]) - 2
         turned = f' font-weight="600" text-anchor="middle" transform="rotate(-90 29 {(top + bottom) / 2})"'
-        shapes.append(f'<rect x="12" y="{top}" width="26" height="{bottom - top}" rx="8" class="storey"/>')
-        shapes.append(text(29, (top + bottom) / 2 + 3, storey, 13.5, "paper", turned))
+        shapes.append(f'<rect x="12" y="{top}" width="26" height="{bottom - top}" rx="8" class="layer"/>')
+        shapes.append(text(29, (top + bottom) / 2 + 3, layer, 13.5, "paper", turned))
     return shapes
 
 
@@ -221,17 +223,17 @@ def draw_route(at: int, route: Route) -> list[str]:
     """Returns a vertical line with a numbered circle for each hop."""
     x = LEFT + at * COLUMN + 12
     stops: list[float] = []
-    taken = [0] * len(LAYERS)
+    taken = [0] * len(COMPONENTS)
     for hop in route.hops:
-        row = layer_of(hop)
+        row = component_of(hop)
         stops.append(rows()[row][0] + PAD / 2 + STOP / 2 + taken[row] * STOP)
         taken[row] += 1
     shapes = [
         text(x - 10, 62, route.title, 14.5, more=f' font-weight="600" font-family="{MONO}"'),
-        f'<line x1="{x}" y1="{stops[0]}" x2="{x}" y2="{stops[-1]}" stroke="{route.colour}" stroke-width="3"/>',
+        f'<line x1="{x}" y1="{stops[0]}" x2="{x}" y2="{stops[-1]}" stroke="{route.color}" stroke-width="3"/>',
     ]
     for number, (hop, y) in enumerate(zip(route.hops, stops, strict=True), start=1):
-        shapes.append(f'<circle cx="{x}" cy="{y}" r="10.5" fill="{route.colour}"/>')
+        shapes.append(f'<circle cx="{x}" cy="{y}" r="10.5" fill="{route.color}"/>')
         shapes.append(f'<text x="{x}" y="{y + 4}" font-size="11" fill="#ffffff" text-anchor="middle">{number}</text>')
         shapes.append(text(x + 20, y - 2, hop.function, 12.5, more=f' font-weight="600" font-family="{MONO}"'))
         shapes.append(text(x + 20, y + 13, short(hop.file), 11.5, "quiet", f' font-family="{MONO}"'))
@@ -244,7 +246,7 @@ def svg() -> str:
     """Returns the picture as SVG."""
     top, height = rows()[-1]
     wide, high = LEFT + len(ROUTES) * COLUMN + 8, top + height + 14
-    title = "The four storeys of Paceline above the core, and the path of three calls through them"
+    title = "The four layers of Paceline above the core, and the path of three calls through them"
     shapes = [shape for at, route in enumerate(ROUTES) for shape in draw_route(at, route)]
     return "\n".join(
         [
@@ -254,8 +256,8 @@ def svg() -> str:
             f"<style>{STYLE}</style>",
             f'<rect width="{wide}" height="{high}" rx="10" class="paper"/>',
             text(28, 32, title, 16),
-            *draw_storeys(),
-            *draw_layers(wide),
+            *draw_layers(),
+            *draw_components(wide),
             *shapes,
             "</svg>\n",
         ]

@@ -15,7 +15,7 @@ from paceline.comm.schedule.steps import Buffer, Operation
 
 RANKS = 4
 LETTERS = "ABCD"
-COLOURS = ("#0369a1", "#15803d", "#a16207", "#b91c1c")
+COLORS = ("#0369a1", "#15803d", "#a16207", "#b91c1c")
 SUM = "#6d28d9"
 LEFT, TOP, ROW, BOX, GAP, ARROW = 80, 66, 44, 30, 6, 90
 STYLE = """
@@ -55,8 +55,8 @@ def boxes(x: float, rank: int, row: list[Data], operation: Operation) -> tuple[l
     for data in row:
         text = label(data, operation)
         width = width_of(text)
-        colour = COLOURS[min(data.ranks)] if len(data.ranks) == 1 else SUM
-        shapes.append(f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{BOX}" rx="5" fill="{colour}"/>')
+        color = COLORS[min(data.ranks)] if len(data.ranks) == 1 else SUM
+        shapes.append(f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{BOX}" rx="5" fill="{color}"/>')
         middle = 'fill="#ffffff" text-anchor="middle" font-size="13"'
         shapes.append(f'<text x="{x + width / 2:g}" y="{y + 20}" {middle}>{escape(text)}</text>')
         x += width + GAP

@@ -47,10 +47,10 @@ class Picture:
             'marker-end="url(#head)"/>'
         )
 
-    def text(self, x: float, y: float, text: str, size: int, anchor: str = "start", colour: str = INK) -> None:
+    def text(self, x: float, y: float, text: str, size: int, anchor: str = "start", color: str = INK) -> None:
         """Draws a line of text."""
         self.shapes.append(
-            f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
+            f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
         )
 
     def svg(self) -> str:
@@ -62,7 +62,7 @@ class Picture:
         for at, name in enumerate(self.columns):
             whole.text(LEFT + at * COLUMN + BOX_WIDTH / 2, 64, name, 14, "middle", QUIET)
         for at, name in enumerate(self.rows):
-            whole.text(20, TOP + at * ROW + BOX_HEIGHT / 2 + 5, name, 13, colour=QUIET)
+            whole.text(20, TOP + at * ROW + BOX_HEIGHT / 2 + 5, name, 13, color=QUIET)
         head = (
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
             f'orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{INK}"/></marker></defs>'
@@ -129,10 +129,10 @@ def one_process() -> Picture:
         picture.arrow((0, 4), (device, 5))
         picture.arrow((device, 5), (0, 6))
     picture.text(
-        LEFT + COLUMN, TOP + 6 * ROW + 20, "gradients accumulate in θ on device 0; the copies,", 13, colour=QUIET
+        LEFT + COLUMN, TOP + 6 * ROW + 20, "gradients accumulate in θ on device 0; the copies,", 13, color=QUIET
     )
     picture.text(
-        LEFT + COLUMN, TOP + 6 * ROW + 37, "and Python threads that run one at a time, slow it down", 13, colour=QUIET
+        LEFT + COLUMN, TOP + 6 * ROW + 37, "and Python threads that run one at a time, slow it down", 13, color=QUIET
     )
     return picture
 

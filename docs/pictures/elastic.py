@@ -29,7 +29,7 @@ class Instant:
     text: str
 
 
-COLOURS = {
+COLORS = {
     "compute": "#0369a1",
     "sum": "#15803d",
     "vote": "#a16207",
@@ -102,7 +102,7 @@ def draw_bar(bar: Bar) -> list[str]:
     x, y = LEFT + bar.start * UNIT, TOP + bar.row * ROW
     width = (bar.end - bar.start) * UNIT
     faint = ' fill-opacity="0.75"' if bar.kind == "wait" else ""
-    shapes = [f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{BAR}" rx="5" fill="{COLOURS[bar.kind]}"{faint}/>']
+    shapes = [f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{BAR}" rx="5" fill="{COLORS[bar.kind]}"{faint}/>']
     if bar.text:
         middle = ' fill="#ffffff" text-anchor="middle" font-size="12.5"'
         shapes.append(f'<text x="{x + width / 2:g}" y="{y + 20}"{middle}>{escape(bar.text)}</text>')

@@ -64,7 +64,7 @@ def photograph(picture: DashboardState, dark: bool) -> bytes:
 
 def main() -> None:
     told = json.loads(msgspec.json.encode(straggler()))
-    text = "$ paceline top\n" + "\n".join(lines_of(told, 110, 30, is_coloured=True))
+    text = "$ paceline top\n" + "\n".join(lines_of(told, 110, 30, is_colored=True))
     (HERE / "top.svg").write_text(render(text, "paceline top"))
     print("top.svg")
     if installed() is None:

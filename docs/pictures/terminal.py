@@ -8,11 +8,11 @@ from itertools import chain
 
 _COLUMNS = 112
 _CHARACTER, _LINE, _MARGIN, _TOP = 7.8, 18, 16, 38
-_COLOURS = {31: "#ff7b72", 32: "#7ee787", 33: "#e3b341", 34: "#79c0ff", 35: "#d2a8ff", 36: "#76e3ea"}
+_COLORS = {31: "#ff7b72", 32: "#7ee787", 33: "#e3b341", 34: "#79c0ff", 35: "#d2a8ff", 36: "#76e3ea"}
 _TEXT, _BACKGROUND, _OWN, _PROMPT = "#d0d7de", "#0d1117", "#ffffff", "#8b949e"
 _SGR = re.compile(r"\x1b\[(\d*)m")
 
-Span = tuple[str, str]  # colour, text
+Span = tuple[str, str]  # color, text
 
 
 def render(text: str, title: str) -> str:
@@ -21,12 +21,12 @@ def render(text: str, title: str) -> str:
     width = int(_COLUMNS * _CHARACTER + 2 * _MARGIN)
     height = _TOP + len(lines) * _LINE + _MARGIN
     dots = "".join(
-        f'<circle cx="{20 + 18 * n}" cy="18" r="6" fill="{colour}"/>'
-        for n, colour in enumerate(("#ff5f57", "#febc2e", "#28c840"))
+        f'<circle cx="{20 + 18 * n}" cy="18" r="6" fill="{color}"/>'
+        for n, color in enumerate(("#ff5f57", "#febc2e", "#28c840"))
     )
     rows = "\n".join(
         f'<text x="{_MARGIN}" y="{_TOP + (row + 1) * _LINE - 4}" xml:space="preserve">'
-        + "".join(f'<tspan fill="{colour}">{escape(part)}</tspan>' for colour, part in line)
+        + "".join(f'<tspan fill="{color}">{escape(part)}</tspan>' for color, part in line)
         + "</text>"
         for row, line in enumerate(lines)
     )
@@ -42,21 +42,21 @@ viewBox="0 0 {width} {height}" font-family="ui-monospace, Menlo, Consolas, monos
 
 def _spans(line: str) -> list[Span]:
     own = _OWN if line.startswith("paceline: ") else _PROMPT if line.startswith("$ ") else _TEXT
-    colour, spans, at = own, [], 0
+    color, spans, at = own, [], 0
     for code in _SGR.finditer(line):
-        spans.append((colour, line[at : code.start()]))
-        colour = _COLOURS.get(int(code[1] or 0), own)
+        spans.append((color, line[at : code.start()]))
+        color = _COLORS.get(int(code[1] or 0), own)
         at = code.end()
-    return [span for span in [*spans, (colour, line[at:])] if span[1]]
+    return [span for span in [*spans, (color, line[at:])] if span[1]]
 
 
 def _wrapped(spans: list[Span]) -> list[list[Span]]:
     lines: list[list[Span]] = [[]]
     room = _COLUMNS
-    for colour, text in spans:
+    for color, text in spans:
         while text:
             part, text = text[:room], text[room:]
-            lines[-1].append((colour, part))
+            lines[-1].append((color, part))
             room -= len(part)
             if room == 0 and text:
                 lines.append([])

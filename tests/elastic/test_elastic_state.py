@@ -63,7 +63,7 @@ def require_each_sample_once(result: dict[str, Any], epochs: int = EPOCHS) -> No
 def require_reference(result: dict[str, Any]) -> None:
     """Requires the parameters of one process that computes each step's mean in float64 from the recorded shares."""
     torch.manual_seed(0)
-    model = elastic_usual.Counted(centres=False).double()
+    model = elastic_usual.Counted(centers=False).double()
     optimizer = torch.optim.SGD(model.net.parameters(), lr=RATE, momentum=0.5)
     _, inputs, targets = elastic_usual.dataset().tensors
     for step in result["shares"]:
@@ -78,7 +78,7 @@ def require_reference(result: dict[str, Any]) -> None:
 
 
 def test_undisturbed_steps_are_those_of_ddp() -> None:
-    result = result_of(run(centres=False))
+    result = result_of(run(centers=False))
     require_each_sample_once(result)
     require_reference(result)
     for step in result["shares"][:3]:
@@ -89,7 +89,7 @@ def test_undisturbed_steps_are_those_of_ddp() -> None:
 
 
 def test_weights_make_it_the_mean_over_samples() -> None:
-    result = result_of(run(centres=False, weighs=True))
+    result = result_of(run(centers=False, weighs=True))
     require_each_sample_once(result)
     require_reference(result)
     assert [*result["shares"][3].values()] == pytest.approx([1 / 4] * 4)
@@ -151,7 +151,7 @@ def test_who_takes_a_committed_mean_may_be_killed(point: str, pairs: list[tuple[
 
 @pytest.mark.parametrize("point", ["round.begun", "round.voted", "mean.applied"])
 def test_buffers_follow_the_first_worker_that_counts(point: str) -> None:
-    result = result_of(run(f"0.0.0:{point}@2=kill", centres=True))
+    result = result_of(run(f"0.0.0:{point}@2=kill", centers=True))
     require_each_sample_once(result)
     _, batches, has_begun = result["buffers"]
     assert batches == len(result["shares"])

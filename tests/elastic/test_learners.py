@@ -10,7 +10,7 @@ import pytest
 from elastic_job import Outcome
 
 from paceline.train.elastic.failpoints import POINTS_OF_CHILDREN, POINTS_OF_RECEIVERS, POINTS_OF_SENDERS
-from paceline.train.elastic.protocol import CaughtUp, Installed, TransferReady
+from paceline.train.elastic.protocol import CaughtUp, TransferReady, ViewInstalled
 
 EPOCHS = 8
 BALLAST_MIB = 9  # three chunks
@@ -69,7 +69,7 @@ def test_a_learner_catches_up_and_takes_part(undisturbed: str) -> None:
     first, second = said(outcome, TransferReady)
     assert first.round == second.round, "the snapshots are of the same state"
     assert said(outcome, CaughtUp, RECEIVER)
-    (entered,) = said(outcome, Installed, RECEIVER)
+    (entered,) = said(outcome, ViewInstalled, RECEIVER)
     assert entered.round > first.round, "the others have gone on meanwhile"
 
 
@@ -114,7 +114,7 @@ def test_a_learner_that_is_left_out_goes_on_learning(point: str, undisturbed: st
     outcome = run(f"{RECEIVER}:{point}@1=lose")
     assert {*outcome.results.values()} == {undisturbed}, outcome
     assert outcome.ended[RECEIVER] == 0
-    assert said(outcome, Installed, RECEIVER)
+    assert said(outcome, ViewInstalled, RECEIVER)
 
 
 @pytest.mark.parametrize("late", ["", "0.0.0:view.agreed@2=delay"])
@@ -140,10 +140,10 @@ def test_the_others_train_on_while_a_newcomer_connects(undisturbed: str) -> None
 def test_a_member_may_die_while_another_learns(undisturbed: str) -> None:
     outcome = run(f"{RECEIVER}:join.chunk@1=delay", "0.3.0:round.computed@9=kill", workers=4)
     assert {*outcome.results.values()} == {undisturbed}, outcome
-    assert said(outcome, Installed, RECEIVER)
+    assert said(outcome, ViewInstalled, RECEIVER)
 
 
 def test_the_job_may_end_while_a_worker_learns(undisturbed: str) -> None:
     outcome = run(f"{RECEIVER}:join.chunk@1=stop", waits=False)
     assert {*outcome.results.values()} == {undisturbed}, outcome
-    assert not said(outcome, Installed, RECEIVER)
+    assert not said(outcome, ViewInstalled, RECEIVER)

@@ -12,7 +12,7 @@ from elastic_job import Outcome
 from elastic_usual import SAMPLES
 
 from paceline.train.elastic.failpoints import POINTS_OF_CHILDREN, POINTS_OF_RECEIVERS, POINTS_OF_SENDERS
-from paceline.train.elastic.protocol import CaughtUp, Installed, Ready, TransferReady
+from paceline.train.elastic.protocol import CaughtUp, TransferReady, ViewInstalled, WorkerReady
 
 EPOCHS = 8
 RECEIVER = "0.1.1"
@@ -20,7 +20,7 @@ DEATH = "0.1.0:round.computed@2=kill"  # of the worker that the receiver replace
 
 
 def run(*failpoints: str, workers: int = 3, **options: object) -> Outcome:
-    settings = {"adapts": True, "centres": True, "complete": workers, **options}
+    settings = {"adapts": True, "centers": True, "complete": workers, **options}
     outcome = elastic_job.run(
         functools.partial(elastic_usual.train, EPOCHS, 0.003, **settings),
         workers=workers,
@@ -50,7 +50,7 @@ def said(outcome: Outcome, kind: type, worker: str) -> list[Any]:
 
 
 def gave_up_learning(outcome: Outcome, worker: str = RECEIVER) -> bool:
-    return any(not each.learns for each in said(outcome, Ready, worker))
+    return any(not each.learns for each in said(outcome, WorkerReady, worker))
 
 
 @pytest.mark.parametrize("adapts", [True, False])
@@ -60,7 +60,7 @@ def test_a_learner_follows_the_others_and_takes_part(adapts: bool) -> None:
     assert set(outcome.results) == {"0.0.0", "0.2.0", RECEIVER}
     (donated,) = said(outcome, TransferReady, "0.0.0")
     assert said(outcome, CaughtUp, RECEIVER)
-    (entered,) = said(outcome, Installed, RECEIVER)
+    (entered,) = said(outcome, ViewInstalled, RECEIVER)
     assert entered.round > donated.round, "the others have gone on meanwhile"
     assert not gave_up_learning(outcome)
     assert [name for _, names, _ in result["views"][1:] for name in names] == [RECEIVER]
@@ -92,7 +92,7 @@ def test_one_that_is_left_out_goes_on_following(point: str) -> None:
     outcome = run(f"{RECEIVER}:{point}@1=lose")
     require_whole(outcome)
     assert outcome.ended[RECEIVER] == 0
-    assert said(outcome, Installed, RECEIVER)
+    assert said(outcome, ViewInstalled, RECEIVER)
     assert not gave_up_learning(outcome)
 
 
@@ -103,10 +103,10 @@ def test_steps_that_cannot_be_followed_are_noticed(meddles: str) -> None:
     if meddles == "closure":  # otherwise it may be noticed only when it enters the view
         assert gave_up_learning(outcome)
     assert set(outcome.results) == {"0.0.0", "0.2.0", RECEIVER}
-    assert said(outcome, Installed, RECEIVER), "it was given the whole state"
+    assert said(outcome, ViewInstalled, RECEIVER), "it was given the whole state"
 
 
 def test_a_member_of_the_usual_loop_may_die_meanwhile() -> None:
     outcome = run(f"{RECEIVER}:join.chunk@1=delay", "0.3.0:round.computed@9=kill", workers=4)
     require_whole(outcome)
-    assert said(outcome, Installed, RECEIVER)
+    assert said(outcome, ViewInstalled, RECEIVER)

@@ -11,7 +11,7 @@ import pytest
 from elastic_job import Job, Outcome
 from elastic_mutations import RULES, run_without
 
-from paceline.train.elastic.protocol import Broken, Installed
+from paceline.train.elastic.protocol import ViewFailed, ViewInstalled
 
 POLICY = {"gather_s": 0.02, "start_patience_s": 20.0}
 
@@ -33,7 +33,7 @@ def only_missing_shards_are_computed_again(rule: str) -> None:
 
 def a_broken_view_is_not_entered_again(rule: str) -> None:
     outcome = run(rule, elastic_programs.train, 2, failpoints="0.0.0:round.computed@2=lose")
-    broken = Counter((uid, said.generation) for _, uid, said in outcome.heard if isinstance(said, Broken))
+    broken = Counter((uid, said.generation) for _, uid, said in outcome.heard if isinstance(said, ViewFailed))
     assert len(broken) == 3
     assert set(broken.values()) == {1}, "a view broke twice"
 
@@ -42,7 +42,7 @@ def a_worker_that_wakes_up_too_late_ends(rule: str) -> None:
     acts: list[str] = []
 
     def stop_one(job: Job) -> None:
-        installed = [(uid, said.generation) for _, uid, said in job.outcome.heard if isinstance(said, Installed)]
+        installed = [(uid, said.generation) for _, uid, said in job.outcome.heard if isinstance(said, ViewInstalled)]
         first = min((generation for _, generation in installed), default=0)
         if not acts and ("0.1.0", first) in installed:
             acts.append("stop")

@@ -68,7 +68,7 @@ class Queue {
 
     void push(Job job);
     bool empty();
-    void drain();  // waits for what was pushed before; the caller counts it if it is a synchronisation
+    void drain();  // waits for what was pushed before; the caller counts it if it is a synchronization
     RecordingPtr record();
     void wait_for(RecordingPtr recording);
 
@@ -98,7 +98,7 @@ void synchronize(int device);
 // Before a job, a stream sleeps for up to `most_us` microseconds, drawn from `seed` and the stream. 0 ends it.
 void set_delays(uint64_t seed, int64_t most_us);
 
-// The error of a job that failed behind the host: thrown at the next launch or synchronisation, and at each one after.
+// The error of a job that failed behind the host: thrown at the next launch or synchronization, and at each one after.
 void fail(const std::string& message);
 void throw_failure();
 

@@ -43,8 +43,8 @@ class ElasticMachines(Machines):
         self, host: int, nnodes: str, workers: int = 1, *flags: str, script: str = str(TOY), at: int = 0
     ) -> subprocess.Popen:
         """Starts a launcher on a host, which joins the others at host `at`."""
-        meeting = ("--nnodes", nnodes, "--rdzv-endpoint", f"{ipv4(at)}:29400")
-        words = ("--elastic", f"--nproc-per-node={workers}", *meeting, *flags, script, str(self.directory))
+        rendezvous = ("--nnodes", nnodes, "--rdzv-endpoint", f"{ipv4(at)}:29400")
+        words = ("--elastic", f"--nproc-per-node={workers}", *rendezvous, *flags, script, str(self.directory))
         return self.start(host, *words)
 
     def workers(self) -> dict[str, list[str]]:

@@ -90,7 +90,7 @@ def be_stopped_inside(directory: str) -> tuple[str, str, float]:
     dist.barrier()
     limit = timedelta(seconds=1 if rank() == 1 else 3)
     say(directory, f"called {rank()}")
-    if rank() == 0:  # the centre of the star, so that rank 3 is stopped while it has most of its tensor to send
+    if rank() == 0:  # the center of the star, so that rank 3 is stopped while it has most of its tensor to send
         await_word(directory, "stopped")
     return told_by(lambda: dist.all_reduce(torch.ones(4_000_000), timeout=limit))
 

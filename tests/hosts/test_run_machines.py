@@ -11,7 +11,7 @@ from pathlib import Path
 from hosts.machines import Machines
 from hosts.network import ipv4
 
-SOON_S = 20.0  # below every timeout of a meeting, far above what it takes
+SOON_S = 20.0  # below every timeout of a rendezvous, far above what it takes
 
 
 def by_number(here: Machines, host: int, *arguments: str, nodes: int = 2):
@@ -215,7 +215,7 @@ def test_a_token_is_all_that_another_machine_needs(machines):
     here.expect(other, 0)
 
 
-def test_without_a_secret_no_meeting_is_served_to_others(machines):
+def test_without_a_secret_no_rendezvous_is_served_to_others(machines):
     here = machines(2)
     launcher = by_number(here, 0, str(here.script), str(here.directory))
     bare = here.start(1, "--nnodes=2", "--node-rank=0", "--master-addr", ipv4(1), str(here.script), secret=None)
@@ -233,7 +233,7 @@ def test_another_jobs_launcher_is_refused(machines):
     assert serving.poll() is None
 
 
-def test_nobody_served_the_meeting(machines):
+def test_nobody_served_the_rendezvous(machines):
     here = machines(1)
     launcher = here.start(
         0, "--nnodes=2", "--rdzv-endpoint=10.77.0.9:29400", "--rdzv-conf=is_host=0,join_timeout=2", str(here.script)

@@ -35,13 +35,13 @@ def sums_of_racks():
     everyone = range(dist.get_world_size())
     three = dist.new_group([4, 1, 2], algorithm=None)
     forced = dist.new_group(list(everyone), algorithm="ring")
-    assert chosen() == "synthesised"
+    assert chosen() == "synthesized"
     assert chosen(forced) == "ring"
     for group, ranks in ((None, everyone), (three, [4, 1, 2]), (forced, everyone)):
         if dist.get_rank() in ranks:
             sum_on(group, ranks)
     if dist.get_rank() in (4, 1, 2):
-        assert "synthesised" in dist.explain("all_reduce", 1 << 20, group=three), "one was made for these three, too"
+        assert "synthesized" in dist.explain("all_reduce", 1 << 20, group=three), "one was made for these three, too"
     dist.barrier()
     dist.destroy_process_group()
 
@@ -73,7 +73,7 @@ def sums_over_a_slow_link():
 
 def test_a_slow_link_is_found_when_the_ranks_meet(hosts):
     texts = SlowLast()(sums_over_a_slow_link)
-    assert "synthesised" in texts[0], "a schedule was made for this network"
+    assert "synthesized" in texts[0], "a schedule was made for this network"
     assert texts == [texts[0]] * 3
 
 

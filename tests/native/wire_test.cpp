@@ -113,7 +113,7 @@ constexpr std::int32_t kSend = 0, kReceive = 1, kPack = 4, kUnpack = 5, kAdd = 6
 constexpr std::int32_t kOutput = 1, kWire = 3;
 
 // Two hosts of one rank each: either sends the other its half of the tensor, and then the packed sum of its own.
-std::shared_ptr<const Schedule> quantised_all_reduce(int rank, WireType wire) {
+std::shared_ptr<const Schedule> quantized_all_reduce(int rank, WireType wire) {
     const int other = 1 - rank;
     const Flat flat = {
         kPack,    0, -1,    kWire,   0,     1, kOutput, other, 1,  //
@@ -151,7 +151,7 @@ void ranks_end_with_equal_bits_and_small_errors(Over over, int streams) {
                 call.outputs.emplace_back(std::move(ranges));
                 call.residual = residual.data();
                 call.residual_count = count;
-                call.schedule = quantised_all_reduce(at.rank, wire);
+                call.schedule = quantized_all_reduce(at.rank, wire);
                 CHECK(call.schedule != nullptr);
                 CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::ok);
                 results[at.rank] = std::move(values);
@@ -173,7 +173,7 @@ void calls_that_cannot_be_packed_are_refused() {
         call.count = values.size();
         call.timeout_ns = kHung;
         call.outputs.push_back(stream_of(values));
-        call.schedule = quantised_all_reduce(at.rank, WireType::int8);
+        call.schedule = quantized_all_reduce(at.rank, WireType::int8);
         CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::schedule_unfit);
         std::vector<float> floats(10), residual(9);
         call.dtype = DType::f32;
@@ -182,7 +182,7 @@ void calls_that_cannot_be_packed_are_refused() {
         call.residual_count = residual.size();  // too few
         CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::schedule_unfit);
     });
-    CHECK(quantised_all_reduce(0, WireType::none) == nullptr);
+    CHECK(quantized_all_reduce(0, WireType::none) == nullptr);
 }
 
 }  // namespace

@@ -25,10 +25,10 @@ def same(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(ours) == len(others) and all(map(torch.equal, ours, others))
 
 
-def as_torch_does(meeting: str, async_op: bool) -> None:
+def as_torch_does(rendezvous: str, async_op: bool) -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch_dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    torch_dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
 
     def call(function, *args):
         work = function(*args, async_op=async_op)
@@ -83,7 +83,7 @@ def as_torch_does(meeting: str, async_op: bool) -> None:
 
 @pytest.mark.parametrize(("size", "async_op"), [(1, False), (2, True), (3, False), (3, True)])
 def test_lists_are_treated_as_torch_treats_their_tensors(ranks, size, async_op, tmp_path):
-    ranks(size)(as_torch_does, str(tmp_path / "meeting"), async_op)
+    ranks(size)(as_torch_does, str(tmp_path / "rendezvous"), async_op)
 
 
 def one_work() -> None:

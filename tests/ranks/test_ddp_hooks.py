@@ -169,5 +169,5 @@ def accuracies() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HOOKS if kind != "none"])
-def test_training_with_a_hook_recognises_as_many_digits(ranks, kind):
+def test_training_with_a_hook_recognizes_as_many_digits(ranks, kind):
     assert accuracies()[kind] >= accuracies()["none"] - 0.015

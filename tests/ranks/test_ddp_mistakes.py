@@ -14,7 +14,7 @@ from training import batches, mlp
 import paceline as dist
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
 
@@ -81,7 +81,7 @@ def skips_a_backward(build) -> str:
 
 
 def test_a_missing_backward_is_reported_where_buffers_are_copied(ranks):
-    skipped, others = ranks(2)(skips_a_backward, normalised)[::-1]
+    skipped, others = ranks(2)(skips_a_backward, normalized)[::-1]
     assert skipped.startswith("CollectiveMismatchError") and others.startswith("CollectiveMismatchError")
     assert (
         "before the 4th forward pass of Sequential. The preceding forward pass had no backward pass on this rank"

@@ -164,7 +164,7 @@ def half_precision() -> None:
             (expected(x).sum() / 2).backward()
         for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
             assert mine.grad.dtype == torch.float32
-            assert torch.equal(mine.grad, mine.grad.bfloat16().float())  # it travelled as bfloat16
+            assert torch.equal(mine.grad, mine.grad.bfloat16().float())  # it traveled as bfloat16
             torch.testing.assert_close(mine.grad, other.grad, rtol=0.02, atol=0.02)
 
 

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh as torchs
 import paceline as dist
 
 
-def as_torch_does(meeting: str) -> None:
+def as_torch_does(rendezvous: str) -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch_dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    torch_dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     names = ("dp", "tp")
     mine, theirs = (make("cpu", (2, 2), mesh_dim_names=names) for make in (dist.init_device_mesh, torchs))
 
@@ -44,7 +44,7 @@ def as_torch_does(meeting: str) -> None:
 
 
 def test_a_mesh_has_the_groups_of_torchs(ranks, tmp_path):
-    ranks(4)(as_torch_does, str(tmp_path / "meeting"))
+    ranks(4)(as_torch_does, str(tmp_path / "rendezvous"))
 
 
 def what_is_refused() -> None:

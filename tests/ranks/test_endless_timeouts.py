@@ -70,6 +70,6 @@ def test_every_store_takes_timedelta_max(kind, tmp_path):
 
 
 def test_a_rendezvous_takes_an_infinite_timeout(tmp_path):
-    joined = rendezvous(f"file://{tmp_path}/meeting", None, 1, 0, float("inf"))
+    joined = rendezvous(f"file://{tmp_path}/rendezvous", None, 1, 0, float("inf"))
     assert joined.rank == 0
     joined.store.close()

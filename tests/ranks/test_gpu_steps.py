@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from bench_gpu import gpu as bench
-from gpu_cases.catalogue import Step, steps
+from gpu_cases.catalog import Step, steps
 from gpu_cases.collectives import compare
 from gpu_cases.session import Session, Setting, session
 from gpu_cases.training import largest_difference

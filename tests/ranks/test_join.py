@@ -25,7 +25,7 @@ class Sometimes(nn.Module):
         return self.sometimes(y) if x[0, 0] > 0 else y
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
 
@@ -39,7 +39,7 @@ def like_torchs(file: str) -> None:
     for build, options in (
         (mlp, {}),
         (mlp, {"bucket_cap_mb": 0.0003}),
-        (normalised, {}),
+        (normalized, {}),
         (Sometimes, {"find_unused_parameters": True}),
     ):
         for divide in (True, False):
@@ -126,10 +126,10 @@ def sharded_optimizers() -> None:
                 optimizer.step()
 
     for divide in (True, False):
-        reference = dist.DistributedDataParallel(normalised())
+        reference = dist.DistributedDataParallel(normalized())
         train(reference, torch.optim.AdamW(reference.parameters(), 0.01), [reference], divide)
         for stage, wrap in ((1, True), (1, False), (2, True), (2, False)):
-            model = dist.DistributedDataParallel(normalised()) if wrap else normalised()
+            model = dist.DistributedDataParallel(normalized()) if wrap else normalized()
             optimizer = dist.ZeroRedundancyOptimizer(model, torch.optim.AdamW, stage=stage, lr=0.01)
             train(model, optimizer, [model, optimizer] if wrap else [optimizer], divide)
             plain = model.module if wrap else model
@@ -138,7 +138,7 @@ def sharded_optimizers() -> None:
             require_equal_on_all_ranks(plain.buffers())
     optimizer.zero_grad()
     model(batches(4, 8)[rank]).sum().backward()  # the context is left
-    sharded = dist.ZeroRedundancyOptimizer(normalised(), torch.optim.AdamW, stage=3, lr=0.01)
+    sharded = dist.ZeroRedundancyOptimizer(normalized(), torch.optim.AdamW, stage=3, lr=0.01)
     with pytest.raises(ValueError, match="stage=3, whose parameters are gathered in forward.* use stage=2"):
         dist.Join([sharded])
 

@@ -136,7 +136,7 @@ def test_ranks_that_measure_together_wait_for_all(tmp_path):
     first, second = (FileBarrier(tmp_path, rank, 2) for rank in range(2))
     assert not first.signal_and_wait("begun", timeout_s=0)
     assert second.signal_and_wait("begun", timeout_s=0)
-    assert first.all_signalled("begun") and not first.all_signalled("measured")
+    assert first.all_signaled("begun") and not first.all_signaled("measured")
 
 
 def see_a_link() -> object:

@@ -38,10 +38,10 @@ def equal(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-def exchange_everything(meeting: str) -> None:
+def exchange_everything(rendezvous: str) -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch_dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    torch_dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     for seed in range(8):
         mine = an_object(rank, seed)
         everyone = [[None] * size for _ in range(2)]
@@ -73,7 +73,7 @@ def exchange_everything(meeting: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_objects_arrive_as_torch_would_bring_them(ranks, size, tmp_path):
-    ranks(size)(exchange_everything, str(tmp_path / "meeting"))
+    ranks(size)(exchange_everything, str(tmp_path / "rendezvous"))
 
 
 def in_a_subgroup() -> None:

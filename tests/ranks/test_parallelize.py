@@ -145,10 +145,10 @@ def test_four_ranks_divide_a_transformer(ranks):
     ranks(4)(like_the_whole, sequence_plan(), True)
 
 
-def beside_torch(meeting: str) -> None:
+def beside_torch(rendezvous: str) -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch_dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    torch_dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import parallel
 
@@ -171,7 +171,7 @@ def beside_torch(meeting: str) -> None:
 
 
 def test_float32_is_as_good_as_in_torchs_own(ranks, tmp_path):
-    ranks(2)(beside_torch, str(tmp_path / "meeting"))
+    ranks(2)(beside_torch, str(tmp_path / "rendezvous"))
 
 
 def what_is_refused() -> None:

@@ -61,7 +61,7 @@ def test_a_program_that_names_no_backend_is_taken_over(script):
 
 
 def test_processes_that_a_script_spawns_are_taken_over(script, tmp_path):
-    done = run("--compat", "torch", script(SPAWNING), str(tmp_path / "meeting"))
+    done = run("--compat", "torch", script(SPAWNING), str(tmp_path / "rendezvous"))
     assert done.returncode == 0, done.stderr
     assert words(done.stdout) == ["TorchProcessGroup 1.0"]
 

@@ -259,5 +259,5 @@ def meet_late(directory: str) -> None:
         torch_dist.barrier()
 
 
-def test_a_short_time_limit_is_for_calls_and_not_for_meeting(ranks, tmp_path):
+def test_a_short_time_limit_is_for_calls_not_for_rendezvous(ranks, tmp_path):
     ranks(2)(meet_late, str(tmp_path))

@@ -81,10 +81,10 @@ def around_the_ring(library: object, rank: int, size: int) -> list[torch.Tensor]
     return received
 
 
-def as_torch_does(meeting: str) -> None:
+def as_torch_does(rendezvous: str) -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch_dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    torch_dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     ours, theirs = around_the_ring(dist, rank, size), around_the_ring(torch_dist, rank, size)
     assert len(ours) == len(theirs)
     assert all(map(same, ours, theirs))
@@ -94,7 +94,7 @@ def as_torch_does(meeting: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_arrive_as_torch_would_bring_them(ranks, size, tmp_path):
-    ranks(size)(as_torch_does, str(tmp_path / "meeting"))
+    ranks(size)(as_torch_does, str(tmp_path / "rendezvous"))
 
 
 def in_a_group() -> None:

@@ -272,17 +272,17 @@ def test_chaos_shows_each_act_and_what_it_cost(job):
     job.wait(lambda: job.said().count("chaos at ") >= 3 and job.said().count("replaces it") >= 3)
     job.order("end")
     said = job.expect(0)
-    acts = said.count("chaos at ")
-    assert f"chaos (kill:0.5s,stop:3s,seed=7): {acts} acts in " in said
+    actions = said.count("chaos at ")
+    assert f"chaos (kill:0.5s,stop:3s,seed=7): {actions} actions in " in said
     assert "workers replaced; until each participated: median " in said
     assert "the others resumed; after each loss: median " in said
 
 
 FORKED = f"""
-import os, sys
+import gc, os, sys
 import numpy, random
-imported = {{"torch", "wave"}} <= {{*sys.modules}}
-facts = (imported, len(os.listdir("/proc/self/task")), numpy.random.rand(), random.random())
+is_ready = {{"torch", "wave"}} <= {{*sys.modules}} and gc.isenabled()
+facts = (is_ready, len(os.listdir("/proc/self/task")), numpy.random.rand(), random.random())
 sys.stdout.write(" ".join(map(str, facts)) + "\\n")
 exec(compile(open({TOY!r}).read(), {TOY!r}, "exec"))
 """

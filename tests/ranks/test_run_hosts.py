@@ -23,7 +23,7 @@ WHERE = (
     "import os, sys\n"
     f"{MEET}\n"
     "met = rendezvous('env://', None, -1, -1, 60)\n"
-    "print(met.rank, met.world_size, os.environ['NODE_RANK'], os.getcwd(), os.environ.get('COLOUR'),"
+    "print(met.rank, met.world_size, os.environ['NODE_RANK'], os.getcwd(), os.environ.get('COLOR'),"
     " repr(sys.stdin.read()))\n"
     "met.store.set(f'done {met.rank}', b'')\n"
     "if met.rank == 0:  # which serves the store\n"
@@ -56,10 +56,10 @@ def sleepers(script, tmp_path, ssh_server) -> Iterator[Start]:
         base = tmp_path / "started"
         hosts = ("--hosts", ssh_server.hosts(1, 1), "--ssh", ssh_server.ssh(), "--export", f"MARK={mark}")
         words = command(*hosts, *arguments, script(SLEEPER), str(base))
-        starter = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-        started.append(starter)
-        wait_until(lambda: starter.poll() is not None or all(Path(f"{base}{rank}").exists() for rank in range(2)))
-        return starter, processes_with(mark)
+        launcher = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        started.append(launcher)
+        wait_until(lambda: launcher.poll() is not None or all(Path(f"{base}{rank}").exists() for rank in range(2)))
+        return launcher, processes_with(mark)
 
     yield start
     for each in started:
@@ -69,7 +69,7 @@ def sleepers(script, tmp_path, ssh_server) -> Iterator[Start]:
 
 
 def test_a_job_runs_on_two_machines(script, ssh_server, tmp_path):
-    arguments = ("--hosts", ssh_server.hosts(1, 2), "--ssh", ssh_server.ssh(), "--export", "COLOUR=red")
+    arguments = ("--hosts", ssh_server.hosts(1, 2), "--ssh", ssh_server.ssh(), "--export", "COLOR=red")
     done = run(*arguments, script(WHERE), cwd=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if "[rank" in line) == [
@@ -99,24 +99,24 @@ def test_the_failure_of_a_rank_ends_the_job(script, ssh_server):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda each: each.name)
-def test_the_launchers_end_with_the_starter(sleepers, number):
-    starter, workers = sleepers()
-    assert workers, starter.stderr.read()
-    starter.send_signal(number)
-    assert starter.wait(60) == (-number if number == signal.SIGKILL else 1)
+def test_the_launchers_end_with_the_ssh_launcher(sleepers, number):
+    launcher, workers = sleepers()
+    assert workers, launcher.stderr.read()
+    launcher.send_signal(number)
+    assert launcher.wait(60) == (-number if number == signal.SIGKILL else 1)
     wait_until(lambda: not any(map(is_alive, workers)))
 
 
 def test_a_connection_that_breaks_ends_the_job(sleepers):
-    starter, workers = sleepers()
+    launcher, workers = sleepers()
     ssh = [
         int(child)
-        for child in Path(f"/proc/{starter.pid}/task/{starter.pid}/children").read_text().split()
+        for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         if B.encode() in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
     kill(ssh)
-    _, errors = starter.communicate(timeout=100)
-    assert starter.returncode == 1 and len(ssh) == 1
+    _, errors = launcher.communicate(timeout=100)
+    assert launcher.returncode == 1 and len(ssh) == 1
     assert f"@{B}: its launcher was killed, or the ssh connection to it broke" in errors
     wait_until(lambda: not any(map(is_alive, workers)))
 

@@ -88,7 +88,7 @@ def test_lines_of_many_ranks_stay_whole(script):
     assert all(re.fullmatch(r"\[rank \d\] x{200} \d+", line) for line in lines)
 
 
-def test_a_terminal_gets_colours(script):
+def test_a_terminal_gets_colors(script):
     ours, theirs = pty.openpty()
     with subprocess.Popen(command(script(SPEAKS)), stdout=theirs, stderr=theirs, env=ENVIRONMENT) as launcher:
         os.close(theirs)
@@ -139,7 +139,7 @@ def test_a_terminal_without_control_sequences_gets_lines(script):
     assert {"[rank 0] out 0", "[rank 0] err 0"} <= set(rows)
 
 
-def test_the_cause_stands_last_after_its_labelled_consequences(script):
+def test_the_cause_stands_last_after_its_labeled_consequences(script):
     text = """
 import os, time
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":  # before torch, whose import takes long
@@ -216,7 +216,7 @@ def small_memory():
         directory.rmdir()
 
 
-def test_a_worker_that_the_kernel_kills_for_memory_is_recognised(small_memory, script):
+def test_a_worker_that_the_kernel_kills_for_memory_is_recognized(small_memory, script):
     text = """
 import os, time
 held = []

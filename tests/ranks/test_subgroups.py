@@ -21,10 +21,10 @@ def summed(group: object) -> float:
     return tensor.item()
 
 
-def as_torch_does(meeting: str) -> None:
+def as_torch_does(rendezvous: str) -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch_dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    torch_dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
 
     def compare(function: str, *args: object) -> None:
         mine, groups = getattr(dist, function)(*args)
@@ -52,7 +52,7 @@ def as_torch_does(meeting: str) -> None:
 
 
 def test_subgroups_are_those_that_torch_makes(ranks, tmp_path):
-    ranks(4)(as_torch_does, str(tmp_path / "meeting"))
+    ranks(4)(as_torch_does, str(tmp_path / "rendezvous"))
 
 
 def groups_of_groups() -> None:

@@ -102,15 +102,15 @@ def train_a_wrapped_model() -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
-    synchronised = dist.DistributedDataParallel(dist.convert_sync_batchnorm(copy.deepcopy(model)))
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, synchronised)]
+    synchronized = dist.DistributedDataParallel(dist.convert_sync_batchnorm(copy.deepcopy(model)))
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, synchronized)]
     for step in range(5):
         parts = [x.double() for x in batches(4, 2, 6, 6, step=step)]
-        for optimizer, each, x in zip(optimizers, (model, synchronised), (torch.cat(parts), parts[rank]), strict=True):
+        for optimizer, each, x in zip(optimizers, (model, synchronized), (torch.cat(parts), parts[rank]), strict=True):
             optimizer.zero_grad()
             each(x).square().mean().backward()
             optimizer.step()
-    for one, other in zip(model.state_dict().values(), synchronised.state_dict().values(), strict=True):
+    for one, other in zip(model.state_dict().values(), synchronized.state_dict().values(), strict=True):
         close(one, other)
 
 

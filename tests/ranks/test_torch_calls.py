@@ -58,7 +58,7 @@ def compare_every_legal_call(directory: str, names: list[str]) -> dict[str, str]
 
 
 def test_every_legal_call_works_as_over_gloo(ranks, tmp_path: Path):
-    for told in ranks(2)(compare_every_legal_call, str(tmp_path / "meeting"), sorted(CASES)):
+    for told in ranks(2)(compare_every_legal_call, str(tmp_path / "rendezvous"), sorted(CASES)):
         assert told == {}, "\n".join(told.values())
 
 

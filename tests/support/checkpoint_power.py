@@ -129,14 +129,14 @@ class NodePlace:
 
     def write_to(self, directory) -> None:
         """Writes all files into an existing real directory."""
-        _materialise(self._top, directory)
+        _materialize(self._top, directory)
 
 
-def _materialise(node: Node, path) -> None:
+def _materialize(node: Node, path) -> None:
     for name, inner in node.durable.items():
         if inner.data is None:
             (path / name).mkdir()
-            _materialise(inner, path / name)
+            _materialize(inner, path / name)
         else:
             (path / name).write_bytes(inner.data)
 

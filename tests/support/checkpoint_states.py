@@ -7,7 +7,7 @@ import struct
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.manifest import Draft, RankPart
 from paceline.train.checkpoint.format.part_writer import WriteItem, write_part
-from paceline.train.checkpoint.format.regions import Box, Flat, whole
+from paceline.train.checkpoint.format.regions import Flat, TensorBlock, whole
 from paceline.train.checkpoint.format.root import Root
 from paceline.train.checkpoint.format.values import encode
 
@@ -26,7 +26,7 @@ def pieces(step: int, rank: int) -> list[WriteItem]:
     return [
         WriteItem("model/weight", "F32", SHAPE, Flat(rank * half, (rank + 1) * half), floats(step, half)),
         *([WriteItem("model/bias", "I64", (3,), whole((3,)), struct.pack("<3q", step, step, step))] if rank else []),
-        WriteItem("optimizer/avg", "F32", SHAPE, Box((0, 25 * rank), (6, 25)), lambda: floats(step, half)),
+        WriteItem("optimizer/avg", "F32", SHAPE, TensorBlock((0, 25 * rank), (6, 25)), lambda: floats(step, half)),
     ]
 
 

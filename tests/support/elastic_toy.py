@@ -18,13 +18,13 @@ from pathlib import Path
 from paceline.train.elastic import protocol
 from paceline.train.elastic.protocol import (
     LEFT_OUT,
-    Dismissed,
+    ExitRequest,
     FromWorker,
-    Installed,
-    Leaving,
+    LeaveNotice,
     LoopFinished,
-    Ready,
     View,
+    ViewInstalled,
+    WorkerReady,
 )
 
 
@@ -43,7 +43,7 @@ class Toy:
 
     def leave(self, *_: object) -> None:
         self.is_leaving = True
-        self.say(Leaving("SIGTERM"))
+        self.say(LeaveNotice("SIGTERM"))
 
     def note(self, name: str, *words: object) -> None:
         with open(self.directory / name, "a") as file:
@@ -58,12 +58,12 @@ class Toy:
         except TimeoutError:
             return
         match protocol.decode_to_worker(datagram):
-            case Dismissed(_, code):
+            case ExitRequest(_, code):
                 sys.exit(code)
             case View() as view if self.uid in view.members:
                 self.view = view
                 self.note("views", self.uid, *view.members)
-                self.say(Installed(view.generation, 0))
+                self.say(ViewInstalled(view.generation, 0))
             case View() if self.is_leaving:
                 sys.exit(0)
             case View() if self.view is not None:
@@ -74,7 +74,7 @@ class Toy:
         self.note("log", self.uid, os.getpid(), self.slot, os.environ["WORLD_SIZE"], time.time())
         if self.is_ordered("break"):
             raise ValueError("told to break")
-        self.say(Ready("toy"))
+        self.say(WorkerReady("toy"))
         while not (self.view is not None and self.is_ordered("end")):
             self.hear()
             if self.view is not None and self.is_ordered(f"fail{self.slot}"):

@@ -20,7 +20,7 @@ RATE = 0.1
 _WAITING_S = 0.2
 
 
-class Centre(nn.Module):
+class Center(nn.Module):
     """Subtracts a running mean, as batch normalization does, but also accepts a batch of one sample."""
 
     def __init__(self) -> None:
@@ -40,10 +40,10 @@ class Centre(nn.Module):
 class Counted(nn.Module):
     """A network with a parameter `used`, whose gradient is the share of each sample in the step's mean."""
 
-    def __init__(self, centres: bool) -> None:
+    def __init__(self, centers: bool) -> None:
         super().__init__()
-        centre = Centre() if centres else nn.Identity()
-        self.net = nn.Sequential(nn.Linear(4, 8), centre, nn.Tanh(), nn.Linear(8, 3))
+        center = Center() if centers else nn.Identity()
+        self.net = nn.Sequential(nn.Linear(4, 8), center, nn.Tanh(), nn.Linear(8, 3))
         self.used = nn.Parameter(torch.zeros(SAMPLES))
 
     def forward(self, indices: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,10 +83,10 @@ class Stream(IterableDataset):
         return iter(dataset())
 
 
-def build(centres: bool, adapts: bool = False) -> tuple[Counted, torch.optim.Optimizer]:
+def build(centers: bool, adapts: bool = False) -> tuple[Counted, torch.optim.Optimizer]:
     """Returns the network and its optimizer."""
     torch.manual_seed(0)
-    model = Counted(centres)
+    model = Counted(centers)
     if adapts:
         return model, torch.optim.AdamW(model.net.parameters(), lr=RATE)
     return model, torch.optim.SGD(model.net.parameters(), lr=RATE, momentum=0.5)
@@ -96,7 +96,7 @@ def train(
     epochs: int,
     step_s: float = 0.0,
     *,
-    centres: bool = False,
+    centers: bool = False,
     weighs: bool = False,
     skips: str = "",
     streams: bool = False,
@@ -113,7 +113,7 @@ def train(
         complete: The number of workers below which steps are slow, so that missing workers join before the end.
         adapts: True for AdamW with gradient clipping and a learning rate that changes in each step.
         meddles: "clamp" to change parameters after each step, or "closure" to step with a closure.
-        centres: True if the network has buffers.
+        centers: True if the network has buffers.
         weighs: True if a rank's weight is its number of samples.
         skips: "sample" to skip each batch with sample 7, "error" to skip it after an error in its backward pass, or
             "step" to skip the third step on all ranks.
@@ -121,7 +121,7 @@ def train(
         num_workers: The number of loader processes of each worker.
     """
     dist.init_process_group(elastic=True)
-    inner, optimizer = build(centres, adapts)
+    inner, optimizer = build(centers, adapts)
     model = dist.DistributedDataParallel(inner)
     loader = dist.StatefulLoader(Stream() if streams else dataset(), BATCH, num_workers=num_workers)
     steps = Steps()
@@ -169,7 +169,7 @@ def train(
 def train_and_save(epochs: int, directory: str) -> dict[str, Any]:
     """Resumes from the newest checkpoint, trains, and saves every third step; returns the digest and the record."""
     dist.init_process_group(elastic=True)
-    inner, optimizer = build(centres=True)
+    inner, optimizer = build(centers=True)
     model = dist.DistributedDataParallel(inner)
     loader = dist.StatefulLoader(dataset(), BATCH)
     steps = Steps()
@@ -203,7 +203,7 @@ def skip_after_error(state: dist.ElasticState, loss: torch.Tensor, logits: torch
 def careless(epochs: int) -> None:
     """Continues with the next batch without a backward pass, once, on worker 0.1.0."""
     dist.init_process_group(elastic=True)
-    inner, optimizer = build(centres=False)
+    inner, optimizer = build(centers=False)
     model = dist.DistributedDataParallel(inner)
     loader = dist.StatefulLoader(dataset(), BATCH)
     state = dist.ElasticState(model, optimizer=optimizer, loader=loader)

@@ -23,7 +23,7 @@ if _OWN in os.environ:  # this process is the server, which has found this modul
     gc.disable()  # the imported modules are not garbage
 
 # Modules that are slow to import, and modules that nearly every rank uses, starting with those of the tests. The last
-# two take 1.5 s, and torch imports them when a rank first compares tensors or constructs an optimizer.
+# two of torch take 1.5 s, and torch imports them when a rank first compares tensors or constructs an optimizer.
 _IMPORTED = [
     "world",
     "one_world",
@@ -60,6 +60,7 @@ _IMPORTED = [
     "pytest",
     "torch.distributed.tensor",
     "torch._dynamo",
+    "huge_pages",
 ]
 
 # A process has one server, which imports the modules that were set last, so no other code may set them.

@@ -8,7 +8,7 @@ TERMS = {
         codec collate collectives compression compressor dash dashboard data dataset ddp device diloco
         distributed dtype elastic embedding engine epoch forward function functional future gradient group hook
         horovod index indices integrations item join joinable layout leaf linear lion loader loop loss mean mesh
-        methods microbatch middleware module norm normalise optimizer parallel parallelize parameter partition
+        methods microbatch middleware module norm normalize optimizer parallel parallelize parameter partition
         pipeline process reducer ref replica sampler scaler schedule scheduler sgd shard sharding slice spec
         stage staging state stateful step storage strategy stream style tensor top torch train trainer transfer
         unpickler work weight world zero""",
@@ -29,7 +29,7 @@ TERMS = {
         identity inbox input interface interpreter interval keyboard library limit line link listener lock
         mailbox memory miss mode multinode multiplexer name namespace network offset output packer parser path
         payload plan port priority protocol queue rate reader receiver relay router row sample screen script
-        secret security sender server session shared signal sink socket source splitter ssh starter static
+        secret security sender server session shared signal sink socket source splitter ssh static
         statistics stats stdin stop subcommand summary table tail target terminal text thread time timeout token tracker
         traffic unpacker user writer""",
     "Python": """
@@ -47,15 +47,6 @@ TERMS = {
         verifier viewer write""",
 }
 """Words from the documentation of other projects, with the same meaning, allowed as the last word of a name."""
-
-AWAITING_A_NAME = """
-    _AllocationIn Answered Box Broken CallTally Cargo ChaosAct _CopyToRanks Departing Described Dismissed Done
-    Dropped Encoded ExchangeTimetable _Failed Failed _Fold _Gathered Gathered GiveUp Growing Hold Imported Indexed
-    _Inert Installed _Introduction JobRemnants _Joined _JoinedForParts Leave Leaving Loaded Miscount Move Moved
-    _NoHold NothingYet _OutputTap _OverUnixSocket Pending RankAbsence _Reading Ready _Recorded RecordingKeeper
-    Remember Running _Sized Slip Spawned _Started Stopped _Summed _SummedIntoParts Thinned _Uncaught WhatIf
-"""
-"""Classes with names that are too vague. New ones may not be added; renamed classes are removed."""
 
 GERUNDS = {
     "halving_doubling": "the name of the algorithm",

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from paceline.train.diloco.exchange_timetable import (
+from paceline.train.diloco.exchange_scheduler import (
     FINISHED,
     ArrivalTracker,
     ExchangeInterval,
-    ExchangeTimetable,
+    ExchangeScheduler,
     Participants,
     UseResult,
 )
@@ -22,7 +22,7 @@ from paceline.train.diloco.exchange_timetable import (
 class Rank:
     """A rank: its training run, and the messages that its thread has received."""
 
-    course: ExchangeTimetable
+    scheduler: ExchangeScheduler
     step_s: list[float]  # duration of each step of its loop
     decided: int = 0
     outcomes: dict[int, Participants] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Rank:
 
 
 class Simulation:
-    """Simulates training until all ranks have left; `ranks`, `held` and `done_s` describe the course.
+    """Simulates training until all ranks have left; `ranks`, `held` and `done_s` describe what happened.
 
     Args:
         rhythm: The schedule of the exchanges of fragments.
@@ -55,7 +55,7 @@ class Simulation:
         latency_s: Callable[[], float],
         exchange_s: float,
     ) -> None:
-        self.ranks = [Rank(ExchangeTimetable(rhythm), each) for each in step_s]
+        self.ranks = [Rank(ExchangeScheduler(rhythm), each) for each in step_s]
         self.roll = ArrivalTracker(len(step_s), grace_s)
         self.held: list[Participants] = []
         self.first_s: dict[int, float] = {}  # when rank 0 received the first arrival at each exchange
@@ -87,12 +87,12 @@ class Simulation:
 
     def _end_step(self, number: int, rank: Rank) -> None:
         rank.loops += 1
-        rank.course.catch_up(rank.decided)
-        rank.course.step()
+        rank.scheduler.catch_up(rank.decided)
+        rank.scheduler.step()
         self._proceed(number, rank)
 
     def _proceed(self, number: int, rank: Rank) -> None:
-        while (action := rank.course.due()) is not None:
+        while (action := rank.scheduler.due()) is not None:
             if isinstance(action, UseResult):
                 if action.exchange not in rank.outcomes:
                     rank.awaits, rank.since_s = action.exchange, self.now_s
@@ -101,7 +101,7 @@ class Simulation:
             elif action.exchange >= rank.decided:
                 rank.offered.add(action.exchange)
                 self._say(number, action.exchange)
-            rank.course.complete(action)
+            rank.scheduler.complete(action)
         self._begin_step(number, rank)
 
     def _say(self, number: int, what: int) -> None:

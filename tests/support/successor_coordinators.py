@@ -6,13 +6,13 @@ from paceline.train.elastic.coordinator.coordinator import Coordinator
 from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
 from paceline.train.elastic.protocol import (
     CoordinatorOrder,
-    Installed,
     LauncherAddress,
     MachineReport,
-    Ready,
     ReplicatedJobState,
     SendOrder,
     View,
+    ViewInstalled,
+    WorkerReady,
     WorkerReport,
 )
 
@@ -24,7 +24,7 @@ PEERS = tuple(LauncherAddress(number, f"host-{number}", f"there:{number}") for n
 
 KNOWN = ReplicatedJobState(1, 0, "same", FIRST.generation, (FIRST,), peers=PEERS)
 
-IN_FIRST = (Ready("same"), Installed(FIRST.generation, 0))
+IN_FIRST = (WorkerReady("same"), ViewInstalled(FIRST.generation, 0))
 
 
 def report(number: int, said: tuple = IN_FIRST, known: ReplicatedJobState = KNOWN, **rest: object) -> MachineReport:
@@ -47,8 +47,8 @@ def running(**slots: int) -> tuple[Coordinator, View]:
     for uid in uids:
         coordinator.worker_started(uid, uid[0], 0.0)
     for uid in uids:
-        orders = coordinator.worker_said(uid, Ready("same"), 0.0)
+        orders = coordinator.worker_said(uid, WorkerReady("same"), 0.0)
     view = views(orders)[0]
     for uid in uids:
-        coordinator.worker_said(uid, Installed(view.generation, 0), 0.0)
+        coordinator.worker_said(uid, ViewInstalled(view.generation, 0), 0.0)
     return coordinator, view

@@ -18,7 +18,7 @@ from paceline.comm.group.process_group import ProcessGroup
 _TIMEOUT_S = 60.0
 
 
-class _Meeting:
+class _Exchange:
     """Shared state in which the ranks of a group exchange objects."""
 
     def __init__(self, size: int) -> None:
@@ -30,8 +30,8 @@ class _Meeting:
 class ThreadGroup(ProcessGroup):
     """One rank's side of a group, with the calls that saving, loading and wrapping use."""
 
-    def __init__(self, meeting: _Meeting, rank: int, ranks: Sequence[int]) -> None:
-        self._meeting, self._number, self._numbers = meeting, rank, tuple(ranks)
+    def __init__(self, exchange: _Exchange, rank: int, ranks: Sequence[int]) -> None:
+        self._shared, self._number, self._numbers = exchange, rank, tuple(ranks)
 
     me = property(lambda self: SimpleNamespace(rank=self._numbers[self._number]))  # type: ignore[assignment]
     ranks = property(lambda self: self._numbers)  # type: ignore[assignment]
@@ -51,7 +51,7 @@ class ThreadGroup(ProcessGroup):
             if self._number != root:
                 with torch.no_grad():
                     mine.copy_(theirs)
-        self._meeting.barrier.wait()
+        self._shared.barrier.wait()
 
     def all_reduce(self, tensors: Any, op: ReduceOp = ReduceOp.SUM, **_: object) -> None:  # type: ignore[override]
         listed = _listed(tensors)
@@ -61,20 +61,20 @@ class ThreadGroup(ProcessGroup):
             tensor.copy_(together.amax(0) if op == ReduceOp.MAX else together.sum(0))
 
     def send(self, tensors: Any, dst: int, tag: int = 0, async_op: bool = False) -> Any:  # type: ignore[override]
-        self._meeting.mail[self._number, dst].put([each.clone() for each in _listed(tensors)])
+        self._shared.mail[self._number, dst].put([each.clone() for each in _listed(tensors)])
         return SimpleNamespace(wait=lambda: None)
 
     def recv(self, tensors: Any, src: int, tag: int = 0, async_op: bool = False) -> None:  # type: ignore[override]
         for mine, theirs in zip(
-            _listed(tensors), self._meeting.mail[src, self._number].get(timeout=_TIMEOUT_S), strict=True
+            _listed(tensors), self._shared.mail[src, self._number].get(timeout=_TIMEOUT_S), strict=True
         ):
             mine.copy_(theirs)
 
     def _exchange(self, mine: Any) -> list[Any]:
-        self._meeting.brought[self._number] = mine
-        self._meeting.barrier.wait()
-        everyone = list(self._meeting.brought)
-        self._meeting.barrier.wait()
+        self._shared.brought[self._number] = mine
+        self._shared.barrier.wait()
+        everyone = list(self._shared.brought)
+        self._shared.barrier.wait()
         return everyone
 
 
@@ -84,7 +84,7 @@ class ThreadMesh:
     def __init__(self, *shape: int) -> None:
         self.size = int(torch.tensor(shape).prod())
         numbers = torch.arange(self.size).view(shape)
-        self._meetings: dict[tuple[int, ...], _Meeting] = {}
+        self._exchanges: dict[tuple[int, ...], _Exchange] = {}
         self.groups = [
             [self._group(rank, numbers.movedim(dim, -1)) for dim in range(len(shape))] for rank in range(self.size)
         ]
@@ -92,8 +92,8 @@ class ThreadMesh:
 
     def _group(self, rank: int, rows: torch.Tensor) -> ThreadGroup:
         ranks = next(tuple(row) for row in rows.reshape(-1, rows.size(-1)).tolist() if rank in row)
-        meeting = self._meetings.setdefault(ranks, _Meeting(len(ranks)))
-        return ThreadGroup(meeting, ranks.index(rank), ranks)
+        exchange = self._exchanges.setdefault(ranks, _Exchange(len(ranks)))
+        return ThreadGroup(exchange, ranks.index(rank), ranks)
 
     def run(self, program: Callable[[ThreadGroup, list[ThreadGroup]], Any]) -> list[Any]:
         """Calls `program` with its world and its groups in a thread for each rank; returns the results."""
@@ -112,8 +112,8 @@ class ThreadMesh:
         try:
             return program(world, groups)
         except BaseException:
-            for meeting in self._meetings.values():
-                meeting.barrier.abort()
+            for exchange in self._exchanges.values():
+                exchange.barrier.abort()
             raise
 
 

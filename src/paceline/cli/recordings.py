@@ -20,9 +20,9 @@ from paceline.operate.diagnosis.runs import JobRun, files_of_job, list_runs, run
 
 if TYPE_CHECKING:
     from paceline.operate.dashboard.aggregator import DashboardAggregator
-    from paceline.operate.dashboard.dashboard_state import WhatIf
+    from paceline.operate.dashboard.dashboard_state import StragglerEstimate
     from paceline.operate.diagnosis.finding import Diagnosis
-    from paceline.operate.diagnosis.postmortem import JobRemnants
+    from paceline.operate.diagnosis.postmortem import PostmortemData
 
 _LONGEST_COMMAND = 60
 _WELL = (
@@ -46,7 +46,7 @@ def analyze(options: argparse.Namespace) -> int:
         print(f"paceline analyze: {problem}", file=sys.stderr)
         return 2
     job = _diagnose(directories)
-    found, verdict = job.remnants, job.verdict
+    found, verdict = job.postmortem, job.verdict
     verdicts = [*([verdict] if verdict is not None else []), *job.slowdowns]
     if options.json:
         facts = [{"cause": item.cause.name, "blamed": item.blamed, "sentence": item.sentence} for item in verdicts]
@@ -64,18 +64,18 @@ class _JobDiagnosis:
     """The diagnosis of a job from its files.
 
     Attributes:
-        remnants: the job's recordings.
+        postmortem: the job's recordings.
         verdict: the diagnosis of the job's failure, or None.
         slowdowns: the ranks and links that were slow most of the time.
         aggregator: the data for the report; None if no recording is readable.
         what_if: the estimated time without the stragglers, or None if there are no stragglers.
     """
 
-    remnants: JobRemnants
+    postmortem: PostmortemData
     verdict: Diagnosis | None
     slowdowns: tuple[Diagnosis, ...]
     aggregator: DashboardAggregator | None
-    what_if: WhatIf | None
+    what_if: StragglerEstimate | None
 
 
 def _problem_with(directories: Sequence[Path]) -> str | None:

@@ -129,8 +129,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             return plain
         self._check_input_dim(input)
         momentum = self._count_batch()
-        normalise: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _Normalise.apply
-        output, statistics = normalise(input, self.weight, self.bias, self.eps, group)
+        normalize: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _Normalize.apply
+        output, statistics = normalize(input, self.weight, self.bias, self.eps, group)
         if momentum is not None:
             self._track(statistics, momentum)
         return output
@@ -216,7 +216,7 @@ def _convert(module: nn.Module, group: ProcessGroup | None, done: dict[int, nn.M
     if id(module) in done:  # a layer that is used in two places remains one layer
         return done[id(module)]
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncBatchNorm):
-        done[id(module)] = _synchronised(module, group)
+        done[id(module)] = _synchronized(module, group)
         return done[id(module)]
     done[id(module)] = module
     for name, child in list(module._modules.items()):
@@ -225,7 +225,7 @@ def _convert(module: nn.Module, group: ProcessGroup | None, done: dict[int, nn.M
     return module
 
 
-def _synchronised(layer: nn.modules.batchnorm._BatchNorm, group: ProcessGroup | None) -> SyncBatchNorm:
+def _synchronized(layer: nn.modules.batchnorm._BatchNorm, group: ProcessGroup | None) -> SyncBatchNorm:
     converted = SyncBatchNorm(
         layer.num_features, layer.eps, layer.momentum, False, layer.track_running_stats, process_group=group
     )
@@ -236,7 +236,7 @@ def _synchronised(layer: nn.modules.batchnorm._BatchNorm, group: ProcessGroup | 
     return converted
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -259,8 +259,8 @@ class _Normalise(torch.autograd.Function):
         inverse = (whole.squares / whole.count + eps).rsqrt()
         kind = torch.promote_types(input.dtype, torch.float32)
         shape = [1, -1] + [1] * (input.dim() - 2)
-        centred = input.to(kind) - whole.mean.to(kind).view(shape)
-        output = centred * (inverse if weight is None else inverse * weight).to(kind).view(shape)
+        centered = input.to(kind) - whole.mean.to(kind).view(shape)
+        output = centered * (inverse if weight is None else inverse * weight).to(kind).view(shape)
         if bias is not None:
             output = output + bias.to(kind).view(shape)
         packed = whole.pack()

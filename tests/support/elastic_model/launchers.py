@@ -14,9 +14,9 @@ from paceline.train.elastic.coordinator.election import (
     ConnectionLoss,
     ContactResult,
     CoordinatorSearch,
-    GiveUp,
     JobDeserted,
     Pause,
+    StopSearch,
     TryMachine,
     merge_reports,
 )
@@ -156,7 +156,7 @@ class Launcher:
         known = self.account.knowledge
         peers = [peer.number for peer in known.peers if peer.number not in known.ended]
         match self.seeker.next(peers, self.realm.now_s, is_done=self.account.is_done):
-            case GiveUp():
+            case StopSearch():
                 self.realm.launcher_over(self, EndOrder(1, "nobody coordinates"))
             case JobDeserted():
                 self.realm.deserted(self)

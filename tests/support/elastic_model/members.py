@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 from paceline.operate.launch.elastic.machine_log import ReplayableMessages
 from paceline.train.elastic.protocol import (
-    Broken,
-    Dismissed,
-    Installed,
-    Leaving,
+    ExitRequest,
+    LeaveNotice,
     LoopFinished,
-    Ready,
     StateTransfer,
     ToWorker,
     TransferOffer,
     View,
+    ViewFailed,
+    ViewInstalled,
     WaitNotice,
+    WorkerReady,
 )
 
 if TYPE_CHECKING:
@@ -147,13 +147,13 @@ class Member:
         """The script has reached its training loop."""
         if self.state == "boot":
             self.state = "ready"
-            self.world.up(self, Ready(self.site.fingerprint, self.world.learns))
+            self.world.up(self, WorkerReady(self.site.fingerprint, self.world.learns))
 
     def hear(self, message: ToWorker) -> None:
         """Processes a message from the coordinator."""
         if self.state in ("dead", "done", "boot") or isinstance(message, WaitNotice):
             return
-        if isinstance(message, Dismissed):
+        if isinstance(message, ExitRequest):
             self.exit(message.code)
             return
         if isinstance(message, StateTransfer):
@@ -194,7 +194,7 @@ class Member:
             self.leave_group()
             self.state, self.round, self.is_inside = "ready", NO_STATE, False
             self.is_receiver, self.logs, self.transfers = False, {}, []
-            self.world.up(self, Ready(self.site.fingerprint, self.world.learns, self.receiver.transfer))
+            self.world.up(self, WorkerReady(self.site.fingerprint, self.world.learns, self.receiver.transfer))
 
     def prepared(self, generation: int) -> None:
         """Has connected to the members of a planned view, or has stopped waiting for them."""
@@ -258,7 +258,7 @@ class Member:
         """All members have the state."""
         if self.group is group and self.state == "forming":
             self.is_receiver = False
-            self.world.up(self, Installed(group.view.generation, self.round))
+            self.world.up(self, ViewInstalled(group.view.generation, self.round))
             self.begin_round()
 
     def begin_round(self) -> None:
@@ -324,7 +324,7 @@ class Member:
             return
         self.leave_group()
         self.state = "broken"
-        self.world.up(self, Broken(group.view.generation, self.round, reason))
+        self.world.up(self, ViewFailed(group.view.generation, self.round, reason))
         if self.is_receiver:
             self.receiver.broke(group.view.generation)
             return
@@ -337,7 +337,7 @@ class Member:
             self.exit(-15)
         elif self.state not in ("dead", "done") and not self.is_leaving:
             self.is_leaving = True
-            self.world.up(self, Leaving("SIGTERM"))
+            self.world.up(self, LeaveNotice("SIGTERM"))
 
     def exit(self, code: int) -> None:
         """The process exits or is killed."""

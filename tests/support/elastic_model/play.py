@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from paceline.operate.launch.elastic.machine_log import ReplayableMessages
 from paceline.train.elastic.coordinator.coordinator import Coordinator
 from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
-from paceline.train.elastic.protocol import CoordinatorOrders, EndOrder, FromWorker, Installed, Ready, SendOrder, View
+from paceline.train.elastic.protocol import (
+    CoordinatorOrders,
+    EndOrder,
+    FromWorker,
+    SendOrder,
+    View,
+    ViewInstalled,
+    WorkerReady,
+)
 
 
 @dataclass
@@ -32,14 +40,14 @@ class Play:
     def ready(self, *uids: str, fingerprint: str = "same") -> None:
         for uid in uids:
             self.take(self.coordinator.worker_started(uid, uid[0], self.now_s))
-            self.say(uid, Ready(fingerprint))
+            self.say(uid, WorkerReady(fingerprint))
 
     def say(self, uid: str, message: FromWorker) -> None:
         self.take(self.coordinator.worker_said(uid, message, self.now_s))
 
     def install(self, view: View, *uids: str, round_: int = 0) -> None:
         for uid in uids or view.members:
-            self.say(uid, Installed(view.generation, round_))
+            self.say(uid, ViewInstalled(view.generation, round_))
 
     def kill(self, *uids: str, code: int = -9) -> None:
         for uid in uids:

@@ -129,7 +129,7 @@ class Realm(World):
         """A launcher joins the job at its coordinator."""
         site = launcher.site
         if first.coordinator is None or not first.lives or not self.reach(first.site, site):
-            self.launcher_over(launcher, EndOrder(1, "no meeting"))
+            self.launcher_over(launcher, EndOrder(1, "no rendezvous"))
             return
         link = launcher.link = first.followers[launcher.number] = Link(launcher, first)
         assert link is not None
@@ -257,13 +257,13 @@ class Realm(World):
     def dial(self, launcher: Launcher, number: int) -> None:
         other = self.launchers[number]
         if other is launcher:
-            self.dialled(launcher, number)
+            self.dialed(launcher, number)
         elif not self.reach(launcher.site, other.site):
             self.after(0.3, None, launcher.answered, number, ContactResult.SILENT)
         else:
-            self.later(0.01, None, self.dialled, launcher, number)
+            self.later(0.01, None, self.dialed, launcher, number)
 
-    def dialled(self, launcher: Launcher, number: int) -> None:
+    def dialed(self, launcher: Launcher, number: int) -> None:
         """The connection is established, and the other launcher answers."""
         other = self.launchers[number]
         if not launcher.lives or launcher.link is not None:
@@ -485,7 +485,7 @@ class Realm(World):
         lost = any("state is lost" in each or "left before" in each or "asked to" in each for each in reasons)
         few = any("are left" in each or "are ready" in each for each in reasons)
         torn = self.was_torn and any("without a round in between" in each for each in reasons)
-        lone = any("before the first view" in each or "no meeting" in each for each in reasons)
+        lone = any("before the first view" in each or "no rendezvous" in each for each in reasons)
         if lost and not any(each.round != NO_STATE and each.state not in ("dead",) for each in self.members.values()):
             return
         if not (

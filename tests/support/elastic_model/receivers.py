@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic_model.members import NO_STATE, Member, Violation
-from paceline.train.elastic.protocol import CaughtUp, Ready, StateTransfer, TransferOffer, TransferReady, View
+from paceline.train.elastic.protocol import CaughtUp, StateTransfer, TransferOffer, TransferReady, View, WorkerReady
 
 if TYPE_CHECKING:
     from elastic_model.world import World
@@ -89,7 +89,7 @@ class Learner:
         logs = self.senders()
         if not logs:
             member.state = "ready"
-            self.world.up(member, Ready(member.site.fingerprint, True, self.transfer))
+            self.world.up(member, WorkerReady(member.site.fingerprint, True, self.transfer))
             return
         first = logs[0]
         if first.round % self.world.batch:

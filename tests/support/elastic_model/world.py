@@ -21,7 +21,6 @@ from elastic_model.receivers import Learner, begin_transfers, log_all, receive_t
 from paceline.train.elastic.coordinator.coordinator import Coordinator
 from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
 from paceline.train.elastic.protocol import (
-    Broken,
     CloseSlotsOrder,
     CoordinatorOrder,
     EndOrder,
@@ -31,6 +30,7 @@ from paceline.train.elastic.protocol import (
     SendOrder,
     StartOrder,
     View,
+    ViewFailed,
 )
 
 LONGEST_S = 5000.0
@@ -180,7 +180,7 @@ class World:
 
     def up(self, member: Member, message: FromWorker) -> None:
         """A worker sends a message to the coordinator."""
-        if self.is_calm and type(message) is Broken and message.round != NO_STATE:
+        if self.is_calm and type(message) is ViewFailed and message.round != NO_STATE:
             raise Violation(f"{member.uid} reports {message} without a cause; {self.story()}")
         member.standing.heard(message)
         self.report(member, "said", message)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from bench_gpu import gpu as bench
-from gpu_cases.catalogue import steps
+from gpu_cases.catalog import steps
 
 RAISED = """rank 1 failed:
 Traceback (most recent call last):

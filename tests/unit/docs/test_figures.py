@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[3] / "bench"))  # behind tests, since
 import report
 import run
 from publish import pages, tables
-from publish.catalogue import RUNS, USUAL
+from publish.catalog import RUNS, USUAL
 from publish.results import Result, read_all
 
 ROOT = Path(__file__).parents[3]
@@ -100,10 +100,10 @@ def test_every_result_says_how_it_was_measured(results):
         python, script, *_ = shlex.split(result.command)
         assert python == "python" and (ROOT / script).is_file(), name
         assert all(table.rows for table in result.tables), name
-        assert name in RUNS or name in OLDER, f"bench/publish/catalogue.py does not say how to measure {name} again"
+        assert name in RUNS or name in OLDER, f"bench/publish/catalog.py does not say how to measure {name} again"
 
 
-def test_the_catalogue_names_scripts_that_exist():
+def test_the_catalog_names_scripts_that_exist():
     assert set(USUAL) <= set(RUNS)
     assert [words[0] for words in RUNS.values() if not (ROOT / "bench" / words[0]).is_file()] == []
 

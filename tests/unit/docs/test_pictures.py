@@ -33,8 +33,8 @@ DRAWN = {
         for name, draw in runpy.run_path(str(PICTURES / script))["PICTURES"].items()
     },
 }
-LAYERS = ARCHITECTURE["LAYERS"]
-STOREYS = ("interop", "operate", "train", "comm")
+COMPONENTS = ARCHITECTURE["COMPONENTS"]
+LAYERS = ("interop", "operate", "train", "comm")
 HOPS = [(route.title, number, hop) for route in ARCHITECTURE["ROUTES"] for number, hop in enumerate(route.hops, 1)]
 
 
@@ -78,17 +78,19 @@ def test_the_architecture_shows_functions_that_exist():
     assert not wrong, "\n".join(["docs/pictures/architecture.py is out of date:", *wrong])
 
 
-def test_the_architecture_shows_every_room_of_every_storey():
+def test_the_architecture_shows_every_folder_of_every_layer():
     package = ROOT / "src" / "paceline"
-    rooms = [door.parent for storey in STOREYS for door in package.glob(f"{storey}/*/__init__.py")]
-    shown = [folder for layer in LAYERS for folder in layer.folders]
-    assert sorted([*(str(room.relative_to(ROOT)) for room in rooms), "src/paceline/cli", "native"]) == sorted(shown)
-    assert list(dict.fromkeys(layer.storey for layer in LAYERS)) == ["cli", *STOREYS, "core"]
+    folders = [door.parent for layer in LAYERS for door in package.glob(f"{layer}/*/__init__.py")]
+    shown = [folder for component in COMPONENTS for folder in component.folders]
+    assert sorted([*(str(folder.relative_to(ROOT)) for folder in folders), "src/paceline/cli", "native"]) == sorted(
+        shown
+    )
+    assert list(dict.fromkeys(component.layer for component in COMPONENTS)) == ["cli", *LAYERS, "core"]
 
 
 def test_routes_in_the_architecture_run_downwards():
     for route in ARCHITECTURE["ROUTES"]:
-        rows = [ARCHITECTURE["layer_of"](hop) for hop in route.hops]
+        rows = [ARCHITECTURE["component_of"](hop) for hop in route.hops]
         assert rows == sorted(rows), f"{route.title}: {rows}"
 
 

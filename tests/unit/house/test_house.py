@@ -11,7 +11,7 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-from house_terms import AWAITING_A_NAME, GERUNDS, TERMS
+from house_terms import GERUNDS, TERMS
 
 ROOT = Path(__file__).parents[3]
 SOURCES = ROOT / "src"
@@ -105,23 +105,18 @@ def is_known(name: str, known: set[str]) -> bool:
 def test_a_name_ends_in_a_term_of_the_field():
     """Messages and events may end in a participle after a noun: `WorkerStarted`."""
     known = own_terms().union(*(words.split() for words in TERMS.values()))
-    awaiting = AWAITING_A_NAME.split()
     folders = {str(Path(file).parent) for file in trees()} - {"src"}
     names = [(file, node.name, WORDS.findall(node.name)) for file, node in classes()]
     names += [(folder, f"the folder {Path(folder).name}", [Path(folder).name]) for folder in folders]
     wrong = [
         f"{file}: {name} ends in {words[-1]!r}, which neither tests/support/house_terms.py nor docs/glossary.md has"
         for file, name, words in names
-        if not is_known(words[-1].lower(), known)
-        and not (len(words) > 1 and PARTICIPLE.fullmatch(words[-1]))
-        and name not in awaiting
+        if not is_known(words[-1].lower(), known) and not (len(words) > 1 and PARTICIPLE.fullmatch(words[-1]))
     ]
     assert not wrong, listed(sorted(wrong))
 
 
 def test_no_exception_is_kept_that_nothing_needs():
-    names = {node.name for _, node in classes()}
     modules = {Path(file).stem for file in trees()}
-    wrong = [f"there is no class {name} any more" for name in AWAITING_A_NAME.split() if name not in names]
-    wrong += [f"there is no module {name} any more" for name in GERUNDS if name not in modules]
+    wrong = [f"there is no module {name} any more" for name in GERUNDS if name not in modules]
     assert not wrong, listed(["tests/support/house_terms.py has exceptions that nothing needs:", *wrong])

@@ -19,7 +19,7 @@ def place_of_this_rank(extra: str) -> tuple[str, ...]:
     return (*(os.environ[name] for name in names), extra)
 
 
-def meeting_point() -> tuple[int, str, int]:
+def rendezvous_point() -> tuple[int, str, int]:
     import torch
 
     return int(os.environ["MASTER_PORT"]), os.environ["PACELINE_SECRET"], torch.get_num_threads()
@@ -69,7 +69,7 @@ def test_the_values_of_ranks_come_back_in_rank_order(ranks):
 
 
 def test_each_world_has_a_port_and_a_secret_of_its_own(ranks):
-    (first, second), (other, _) = ranks(2)(meeting_point), ranks(2)(meeting_point)
+    (first, second), (other, _) = ranks(2)(rendezvous_point), ranks(2)(rendezvous_point)
     assert first == second
     assert first[1] != other[1]
     assert first[2] == 1

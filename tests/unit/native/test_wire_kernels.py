@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from paceline import _core
-from paceline.comm.engine.channel import DTYPE_CODES, QUANTISED_TYPES, WIRE_CODES
+from paceline.comm.engine.channel import DTYPE_CODES, QUANTIZED_TYPES, WIRE_CODES
 
 GROUP = 64
 LEVELS = {"int8": 127, "int4": 7}
@@ -87,7 +87,7 @@ def test_residuals_are_added_and_hold_what_is_lost(wire, values, lost):
 
 
 @each_wire
-@pytest.mark.parametrize("dtype", QUANTISED_TYPES)
+@pytest.mark.parametrize("dtype", QUANTIZED_TYPES)
 @pytest.mark.parametrize("divisor", [1, 3, 4])
 def test_what_is_added_is_rounded_once(wire, dtype, divisor):
     generator = torch.Generator().manual_seed(1)

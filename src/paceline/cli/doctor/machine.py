@@ -161,7 +161,7 @@ def clock() -> list[Diagnostic]:
     if state == _TIME_ERROR:
         fix = "start chronyd or systemd-timesyncd; in a virtual machine, check the host's clock"
         return [_note("clock", "not synchronized", "the times in the logs of several machines cannot be compared", fix)]
-    return [_good("clock", "synchronised")]
+    return [_good("clock", "synchronized")]
 
 
 def accelerators(root: Path = Path("/")) -> list[Diagnostic]:

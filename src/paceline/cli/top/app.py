@@ -19,7 +19,7 @@ from paceline.operate.diagnosis.finding import milliseconds
 
 _KEYS = ("rank", "host", "state", "step", "samples_per_s", "compute", "wait", "memory_nbytes", "heard_s", "doing")
 _MOODS = {"good": "green", "bad": "red", "waiting": "yellow", "over": "bold"}
-_PART_COLOURS = {"data": "yellow", "forward": "cyan", "backward": "blue", "exposed": "red", "optimizer": "magenta"}
+_PART_COLORS = {"data": "yellow", "forward": "cyan", "backward": "blue", "exposed": "red", "optimizer": "magenta"}
 _BAR = 60
 _LINKS_WIDTH = 80
 _GAP = 2  # space between two columns of a DataTable, in characters
@@ -171,7 +171,7 @@ def _bar(parts: list[float]) -> Text:
     total = sum(parts) or 1.0
     bar, words = Text(), Text()
     for part, time in zip(PARTS, parts, strict=True):
-        style = _PART_COLOURS.get(part, "bright_black")
+        style = _PART_COLORS.get(part, "bright_black")
         bar.append("█" * round(_BAR * time / total), style)
         if time / total >= 0.01:
             words.append(f"  {'waiting' if part == 'exposed' else part} {time / total:.0%}", style)

@@ -86,11 +86,11 @@ def picture(address: PageAddress) -> dict[str, Any]:
 
 def _connection(address: PageAddress) -> http.client.HTTPConnection:
     if address.path is not None:
-        return _OverUnixSocket(address.path)
+        return _UnixSocketConnection(address.path)
     return http.client.HTTPConnection(address.host, address.port, timeout=_TIMEOUT_S)
 
 
-class _OverUnixSocket(http.client.HTTPConnection):
+class _UnixSocketConnection(http.client.HTTPConnection):
     """HTTP over a Unix socket."""
 
     def __init__(self, path: str) -> None:

@@ -26,9 +26,9 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _SIZE = (100, 30)
 
 Draw = Callable[[int, int, bool], list[str]]  # (width, height, is colored) -> lines
-_COLOURS = {"bad": 31, "good": 32, "waiting": 33, "quiet": 90, "bold": 1}
+_COLORS = {"bad": 31, "good": 32, "waiting": 33, "quiet": 90, "bold": 1}
 _MOODS = {"good": "good", "bad": "bad", "waiting": "waiting", "over": "bold"}
-_PART_COLOURS = {"data": 33, "forward": 36, "backward": 34, "exposed": 31, "optimizer": 35, "other": 90}
+_PART_COLORS = {"data": 33, "forward": 36, "backward": 34, "exposed": 31, "optimizer": 35, "other": 90}
 _PART_NAMES = {"exposed": "waiting", "data": "data", "other": "other"}
 _STATES = {"training": "good", "running": "good", "dead": "bad", "silent": "bad", "ended": "quiet"}
 _BAR = 40
@@ -42,9 +42,9 @@ def show(draw: Draw, every_s: float, is_once: bool) -> None:
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     width, height = shutil.get_terminal_size(_SIZE) if is_terminal else _SIZE
     if is_once or not is_terminal:
-        is_coloured = is_terminal and "NO_COLOR" not in os.environ
+        is_colored = is_terminal and "NO_COLOR" not in os.environ
         while True:
-            print("\n".join(draw(width, 1000, is_coloured)), flush=True)
+            print("\n".join(draw(width, 1000, is_colored)), flush=True)
             if is_once:
                 return
             time.sleep(every_s)
@@ -87,34 +87,32 @@ def _is_typed(keys: str, within_s: float) -> bool:
 Picture = Mapping[str, Any]
 
 
-def coloured(text: str, colour: str | int, is_coloured: bool) -> str:
-    """Wraps the text in ANSI color codes if `is_coloured` is set."""
-    code = _COLOURS[colour] if isinstance(colour, str) else colour
-    return f"\x1b[{code}m{text}\x1b[0m" if is_coloured and text else text
+def colored(text: str, color: str | int, is_colored: bool) -> str:
+    """Wraps the text in ANSI color codes if `is_colored` is set."""
+    code = _COLORS[color] if isinstance(color, str) else color
+    return f"\x1b[{code}m{text}\x1b[0m" if is_colored and text else text
 
 
-def lines_of(picture: Picture, width: int, height: int, is_coloured: bool) -> list[str]:
+def lines_of(picture: Picture, width: int, height: int, is_colored: bool) -> list[str]:
     """Formats the job's state in at most `height` lines. If not all ranks fit, selects those that need attention."""
     header = picture["header"]
-    lines = [coloured(header["sentence"].capitalize(), _MOODS[header["mood"]], is_coloured)]
+    lines = [colored(header["sentence"].capitalize(), _MOODS[header["mood"]], is_colored)]
     if header["share"] is not None:
         done = round(header["share"] * (width - 8))
-        lines.append(
-            coloured("━" * done, "good", is_coloured) + coloured("─" * (width - 8 - done), "quiet", is_coloured)
-        )
+        lines.append(colored("━" * done, "good", is_colored) + colored("─" * (width - 8 - done), "quiet", is_colored))
         lines[-1] += f" {header['share']:.0%}"
     if picture.get("verdict"):
-        lines += ["", *(coloured(line, "bad", is_coloured) for line in _wrapped(picture["verdict"]["sentence"], width))]
-    lines += ["", *_figures(picture, width, is_coloured)]
+        lines += ["", *(colored(line, "bad", is_colored) for line in _wrapped(picture["verdict"]["sentence"], width))]
+    lines += ["", *_figures(picture, width, is_colored)]
     if picture.get("what_if"):
         lines += _wrapped(picture["what_if"]["sentence"], width)
     if picture["network"]:
-        lines += [coloured(line, "bad", is_coloured) for line in _wrapped(sentence_of(picture["network"]), width)]
+        lines += [colored(line, "bad", is_colored) for line in _wrapped(sentence_of(picture["network"]), width)]
     for words in picture["owed"]:
-        lines += [coloured(line, "bad", is_coloured) for line in _wrapped(sentence_of(words), width)]
-    below = [*_curves(picture, width), *links_of(picture["links"], width, is_coloured)]
+        lines += [colored(line, "bad", is_colored) for line in _wrapped(sentence_of(words), width)]
+    below = [*_curves(picture, width), *links_of(picture["links"], width, is_colored)]
     room = max(min(len(picture["ranks"]), 4), height - len(lines) - len(below) - 4)
-    return [*lines, "", *_ranks(picture["ranks"], width, max(1, room), is_coloured), *below][:height]
+    return [*lines, "", *_ranks(picture["ranks"], width, max(1, room), is_colored), *below][:height]
 
 
 def sentence_of(words: str) -> str:
@@ -122,10 +120,10 @@ def sentence_of(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
 
 
-def _figures(picture: Picture, width: int, is_coloured: bool) -> list[str]:
+def _figures(picture: Picture, width: int, is_colored: bool) -> list[str]:
     figures = picture.get("figures")
     if not figures:
-        return [coloured("no step has finished yet", "quiet", is_coloured)]
+        return [colored("no step has finished yet", "quiet", is_colored)]
     words = [f"a step takes {milliseconds(figures['step'])}"]
     if figures["samples_per_s"]:
         words.append(f"{figures['samples_per_s']:,.0f} samples/s")
@@ -136,23 +134,23 @@ def _figures(picture: Picture, width: int, is_coloured: bool) -> list[str]:
     bar, key = "", []
     for part, part_ms in zip(PARTS, figures["parts"], strict=True):
         cells = round(_BAR * part_ms / total)
-        bar += coloured("█" * cells, _PART_COLOURS[part], is_coloured)
+        bar += colored("█" * cells, _PART_COLORS[part], is_colored)
         if part_ms / total >= 0.01:
             name = f"{_PART_NAMES.get(part, part)} {part_ms / total:.0%}"
-            key.append(coloured(name, _PART_COLOURS[part], is_coloured))
+            key.append(colored(name, _PART_COLORS[part], is_colored))
     return [*_wrapped(", ".join(words), width), f"{bar}  {'  '.join(key)}" if width >= 100 else "  ".join(key)]
 
 
-def _ranks(rows: Sequence[Picture], width: int, room: int, is_coloured: bool) -> list[str]:
+def _ranks(rows: Sequence[Picture], width: int, room: int, is_colored: bool) -> list[str]:
     shown = rows if len(rows) <= room else sorted(rows, key=_attention)[: room - 1]
     columns = columns_of(shown, width)
-    lines = [coloured(_line([column.head for column in columns], columns, "doing", width), "quiet", is_coloured)]
+    lines = [colored(_line([column.head for column in columns], columns, "doing", width), "quiet", is_colored)]
     for row in shown:
         text = _line([column.text(row) for column in columns], columns, row["doing"], width)
-        colour = "bad" if row["is_blamed"] or row["is_slow"] else _STATES.get(row["state"], "waiting")
-        lines.append(text if colour == "good" else coloured(text, colour, is_coloured))
+        color = "bad" if row["is_blamed"] or row["is_slow"] else _STATES.get(row["state"], "waiting")
+        lines.append(text if color == "good" else colored(text, color, is_colored))
     if len(shown) < len(rows):
-        lines.append(coloured(f"      and {len(rows) - len(shown)} more ranks", "quiet", is_coloured))
+        lines.append(colored(f"      and {len(rows) - len(shown)} more ranks", "quiet", is_colored))
     return lines
 
 
@@ -227,22 +225,22 @@ def _curves(picture: Picture, width: int) -> list[str]:
     return ["", *shown] if shown else []
 
 
-def links_of(rows: Sequence[Picture], width: int, is_coloured: bool) -> list[str]:
+def links_of(rows: Sequence[Picture], width: int, is_colored: bool) -> list[str]:
     """Returns one line each for the most important TCP links: slow links first, then the busiest ones."""
     links = [row for row in rows if row["peer"] >= 0]
     if not links:
         return []
     shown = sorted(links, key=lambda row: (not row["is_slow"], -row["nbytes_per_s"]))[:_MOST_LINKS]
     head = f"{'link':>12} {'sends':>12} {'delivers':>12} {'round trip':>11} {'sent again':>11}"
-    lines = ["", coloured(head[:width], "quiet", is_coloured)]
+    lines = ["", colored(head[:width], "quiet", is_colored)]
     for row in shown:
         text = (
             f"{row['rank']:>4} to {row['peer']:<4} {_rate(row['nbytes_per_s']):>12} "
             f"{_rate(row['delivers_nbytes_per_s']):>12} {_time(row['round_trip']):>11} {row['retransmits']:>11,}"
         )
-        lines.append(coloured(text[:width], "bad", is_coloured) if row["is_slow"] else text[:width])
+        lines.append(colored(text[:width], "bad", is_colored) if row["is_slow"] else text[:width])
     if len(shown) < len(links):
-        lines.append(coloured(f"      and {len(links) - len(shown)} more links", "quiet", is_coloured))
+        lines.append(colored(f"      and {len(links) - len(shown)} more links", "quiet", is_colored))
     return lines
 
 

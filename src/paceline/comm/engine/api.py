@@ -174,7 +174,7 @@ class EngineModule(Protocol):
 class _Entry(NamedTuple):
     device_type: str
     module: str
-    can_meet: bool = False  # whether there is a `meet` for ranks started by the engine's launcher
+    has_rendezvous: bool = False  # whether there is a `perform_rendezvous` for ranks started by the engine's launcher
 
 
 _DEVICE_ENGINE = "paceline.comm.engine.torch_backend.device_engine"
@@ -182,7 +182,7 @@ _DEVICE_ENGINE = "paceline.comm.engine.torch_backend.device_engine"
 _ENGINES: Mapping[str, _Entry] = {
     "paceline": _Entry("cpu", "paceline.comm.engine.native.engine"),
     "gloo": _Entry("cpu", "paceline.comm.engine.torch_backend.gloo"),
-    "mpi": _Entry("cpu", "paceline.comm.engine.mpi.engine", can_meet=True),
+    "mpi": _Entry("cpu", "paceline.comm.engine.mpi.engine", has_rendezvous=True),
     "nccl": _Entry("cuda", _DEVICE_ENGINE),
 }
 _FOR_CPU = "paceline"
@@ -287,7 +287,7 @@ def start(name: str, context: EngineContext) -> Engine:
     return _module(name).start(name, context)
 
 
-def launcher_meeting(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousResult] | None:
+def launcher_rendezvous(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousResult] | None:
     """Returns the rendezvous function of an engine whose launcher (mpirun) starts and numbers the ranks.
 
     The function takes a timeout in seconds. The result is None if no engine in `backend` has such a launcher.
@@ -297,9 +297,9 @@ def launcher_meeting(backend: BackendChoice, rank: int) -> Callable[[float], Ren
     """
     for name in backend.engines.values():
         entry = _entry(name)
-        if entry is not None and entry.can_meet:
+        if entry is not None and entry.has_rendezvous:
             require(name, rank)
-            return cast("Callable[[float], RendezvousResult]", importlib.import_module(entry.module).meet)
+            return cast("Callable[[float], RendezvousResult]", importlib.import_module(entry.module).perform_rendezvous)
     return None
 
 

@@ -17,7 +17,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.record.layout import DTYPES as _DTYPE_NAMES
-from paceline.comm.schedule.quantised import WIRES as WIRES
+from paceline.comm.schedule.quantized import WIRES as WIRES
 from paceline.comm.schedule.steps import Operation
 
 
@@ -53,7 +53,7 @@ ITEM_SIZES = [getattr(torch, name).itemsize if hasattr(torch, name) else 1 for n
 WIRE_CODES: dict[str, int] = {name: code for code, name in enumerate(WIRES, 1)}
 """Codes for the formats to which tensors are rounded between hosts (native/wire/wire.hpp); 0 means no rounding."""
 
-QUANTISED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that the core can round."""
 
 
@@ -184,7 +184,7 @@ class CallOutcome(Protocol):
         """The algorithm for each of `calls`: 1 plus the index in the registry, or 0 without an algorithm."""
 
 
-class Pending(Protocol):
+class PendingCall(Protocol):
     """A call in progress; thread-safe."""
 
     def done(self) -> bool:
@@ -202,7 +202,7 @@ class Pending(Protocol):
 
 
 @runtime_checkable
-class StreamCall(Pending, Protocol):
+class StreamCall(PendingCall, Protocol):
     """A call on a device where streams, rather than threads, wait for the result."""
 
     def is_enqueued(self) -> bool:
@@ -210,7 +210,7 @@ class StreamCall(Pending, Protocol):
         ...
 
 
-class PendingMessage(Pending, Protocol):
+class PendingMessage(PendingCall, Protocol):
     """A send or a receive in progress."""
 
     def source(self) -> int:
@@ -238,7 +238,7 @@ class CollectiveCall(NamedTuple):  # native/bindings/calls.cpp reads the fields 
     their factors, and the engine only sums them.
 
     If `wire` is not 0, data is rounded to that format (`WIRES`) between hosts. This requires a channel for which
-    `quantizes` is true, a sum or an all_gather, and a dtype in `QUANTISED_TYPES`. `residual` is the memory for error
+    `quantizes` is true, a sum or an all_gather, and a dtype in `QUANTIZED_TYPES`. `residual` is the memory for error
     feedback, one float32 per element of the longest buffer, or () without error feedback.
 
     A reduce_scatter in a group of the core on one host may contain an `update`, which is applied to the results; the
@@ -303,7 +303,7 @@ class EngineChannel(Protocol):
     def run(self, call: CollectiveCall, /) -> CallOutcome | None:
         """Runs a call to completion; returns None on success."""
 
-    def submit(self, call: CollectiveCall, /) -> Pending:
+    def submit(self, call: CollectiveCall, /) -> PendingCall:
         """Queues a call after the earlier ones and returns at once."""
         ...
 

@@ -13,7 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from paceline.comm.engine.channel import NO_REDUCTION, CallOutcome, HeaderFields, ReduceOp, dtype_name
-from paceline.comm.schedule.algorithms import QUANTISED, name_of
+from paceline.comm.schedule.algorithms import QUANTIZED, name_of
 from paceline.comm.schedule.steps import Operation
 from paceline.errors import (
     CollectiveError,
@@ -414,7 +414,7 @@ def _by_algorithm(algorithm: int) -> str:
     name = name_of(algorithm)
     if name is None:
         return ""
-    return f" with wire={name!r}" if name in QUANTISED else f" by {name}"
+    return f" with wire={name!r}" if name in QUANTIZED else f" by {name}"
 
 
 def _message_mismatch(

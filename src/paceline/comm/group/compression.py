@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from paceline.comm.engine.channel import DTYPES, NO_REDUCTION, QUANTISED_TYPES, WIRE_CODES, CollectiveCall, ReduceOp
+from paceline.comm.engine.channel import DTYPES, NO_REDUCTION, QUANTIZED_TYPES, WIRE_CODES, CollectiveCall, ReduceOp
 from paceline.comm.group.call_plan import CallPlan
 from paceline.comm.schedule.steps import Operation
 
@@ -75,9 +75,9 @@ def checked_kind(kind: object) -> WireKind:
     raise ValueError(f"wire is {kind!r}; it must be one of {', '.join(WIRE_CODES)}, a paceline.Wire, or None")
 
 
-def is_quantisable(call: CollectiveCall) -> bool:
+def is_quantizable(call: CollectiveCall) -> bool:
     """Returns True if the call moves or sums floats of a dtype that the core can round."""
-    return DTYPES.get(call.dtype) in QUANTISED_TYPES and call.reduce_op in _SUMS
+    return DTYPES.get(call.dtype) in QUANTIZED_TYPES and call.reduce_op in _SUMS
 
 
 def with_wire(plan: CallPlan, wire: WireLike, ranks: int) -> CallPlan:
@@ -96,9 +96,9 @@ def with_wire(plan: CallPlan, wire: WireLike, ranks: int) -> CallPlan:
         return plan
     call, buffers = plan
     kind = wire.kind if isinstance(wire, Wire) else checked_kind(wire)
-    if not is_quantisable(call):
+    if not is_quantizable(call):
         reduction = "" if call.reduce_op == NO_REDUCTION else f" with {ReduceOp(call.reduce_op).name}"
-        types = ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTISED_TYPES)
+        types = ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTIZED_TYPES)
         raise TypeError(
             f"{call.operation}: wire={kind!r} was given for {DTYPES[call.dtype]}{reduction}; only sums, averages and "
             f"all_gathers of {types} are rounded. Leave wire out, or convert the tensor"

@@ -1,8 +1,8 @@
 """Functions that create and destroy process groups: `init_process_group`, `new_group`, `destroy_process_group`.
 
-A group is formed in three steps: the ranks perform a rendezvous (`meet`), start the engines, and connect to each other
-(`form`). `form_apart` and `make_default` split the creation of a default group in two, for ranks that form their next
-group while they still use the previous one.
+A group is formed in three steps: the ranks perform a rendezvous (`perform_rendezvous`), start the engines, and connect
+to each other (`form`). `form_apart` and `make_default` split the creation of a default group in two, for ranks that
+form their next group while they still use the previous one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 
 from paceline.comm.engine.adapters.device_streams import current_accelerator
-from paceline.comm.engine.api import BackendChoice, EngineContext, KnownCosts, choose, launcher_meeting, staged_types
+from paceline.comm.engine.api import BackendChoice, EngineContext, KnownCosts, choose, launcher_rendezvous, staged_types
 from paceline.comm.engine.formation import Formation
 from paceline.comm.group.compression import WireKind, checked_kind
 from paceline.comm.group.default import (
@@ -148,7 +148,7 @@ def init_process_group(
     device = make_current(device_id, chosen)
     timeout_s = to_seconds(DEFAULT_TIMEOUT if timeout is None else timeout)
     recorder.begin()
-    joined = meet(chosen, init_method, store, world_size, rank, timeout_s)
+    joined = perform_rendezvous(chosen, init_method, store, world_size, rank, timeout_s)
     recorder.identify(joined.rank, joined.world_size)
     with contextlib.ExitStack() as undo:
         if store is None:
@@ -328,7 +328,7 @@ def form_apart(store: Store, rank: int, world_size: int, timeout_s: float, optio
     """
     backend = choose("paceline")
     recorder.begin()
-    joined = meet(backend, None, store, world_size, rank, timeout_s)
+    joined = perform_rendezvous(backend, None, store, world_size, rank, timeout_s)
     return form(joined, backend, timeout_s, options)
 
 
@@ -362,15 +362,15 @@ def form(joined: RendezvousResult, backend: BackendChoice, timeout_s: float, opt
     return World(joined.store, engines, group, timeout_s)
 
 
-def meet(
+def perform_rendezvous(
     backend: BackendChoice, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
 ) -> RendezvousResult:
     """Performs the rendezvous. Without an address, the engine's own launcher (mpirun) provides rank and store."""
     has_address = init_method is not None or store is not None or "RANK" in os.environ
-    meet_by_launcher = None if has_address else launcher_meeting(backend, rank)
+    by_launcher = None if has_address else launcher_rendezvous(backend, rank)
     try:
-        if meet_by_launcher is not None:
-            return meet_by_launcher(timeout_s)
+        if by_launcher is not None:
+            return by_launcher(timeout_s)
         return rendezvous(init_method, store, world_size, rank, timeout_s)
     except OSError as error:
         if not is_out_of_descriptors(error):

@@ -28,7 +28,7 @@ from paceline.comm.engine.channel import (
     DevicePieces,
     EngineChannel,
     HeaderFields,
-    Pending,
+    PendingCall,
     ReduceOp,
     Reduction,
     dtype_name,
@@ -70,13 +70,13 @@ from paceline.comm.group.call_plan import (
     rows_by_rank,
     time_limit,
 )
-from paceline.comm.group.compression import Wire, WireKind, WireLike, is_quantisable, with_wire
+from paceline.comm.group.compression import Wire, WireKind, WireLike, is_quantizable, with_wire
 from paceline.comm.group.engines import Devices, Opener
 from paceline.comm.group.variable_size import all_gather_pieces, all_reduce_sparse, as_memory, as_tensor, empty_buffers
 from paceline.comm.group.work import ProfiledCall, Work, join_works
 from paceline.comm.record import recorder
 from paceline.comm.schedule.algorithms import explain_text
-from paceline.comm.schedule.quantised import WIRES
+from paceline.comm.schedule.quantized import WIRES
 from paceline.comm.schedule.steps import Operation
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.errors import CollectiveError, CollectiveTimeoutError
@@ -874,7 +874,7 @@ class ProcessGroup:
             not call.wire
             and call.operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
             and call.count >= _LEAST_ROUNDED
-            and is_quantisable(call)
+            and is_quantizable(call)
             and all(tensor.is_cpu for tensor in buffers.kept)
         )
         return with_wire(plan, wire, self.size()) if is_rounded else plan
@@ -883,7 +883,7 @@ class ProcessGroup:
         """Begins an event for a call in the current profile."""
         return ProfiledCall(f"{self.profiled_as}:{call}", tensors)
 
-    def work_of(self, pending: Pending, plan: CallPlan) -> Work:
+    def work_of(self, pending: PendingCall, plan: CallPlan) -> Work:
         """Returns the `Work` for a planned call that has been submitted."""
         call, buffers = plan
         written = self.written_by(plan)

@@ -33,7 +33,7 @@ from paceline.comm.engine.adapters.device_streams import (
     pooled_streams,
     record_current,
 )
-from paceline.comm.engine.channel import CallOutcome, Pending, PendingMessage, StreamCall
+from paceline.comm.engine.channel import CallOutcome, PendingCall, PendingMessage, StreamCall
 from paceline.comm.group.buffers import count_writes
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.errors import CollectiveTimeoutError
@@ -55,7 +55,7 @@ class Work:
 
     def __init__(
         self,
-        work: Pending | None,
+        work: PendingCall | None,
         name: str,
         tensors: Sequence[torch.Tensor] = (),
         finish: Callable[[], None] | None = None,
@@ -202,10 +202,10 @@ class Work:
     def _set_result(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         error = self.exception()
         if error is not None:
-            failed = _Failed(error, set_by=threading.get_ident() if self._streams else None)
+            failed = _FailedResult(error, set_by=threading.get_ident() if self._streams else None)
             future._set_unwrap_func(failed.raise_error)
             # PyTorch's type stubs do not allow a value of this type.
-            cast("torch.futures.Future[_Failed]", future).set_result(failed)
+            cast("torch.futures.Future[_FailedResult]", future).set_result(failed)
             failed.set_by = None
         else:
             future.set_result(list(self._results))
@@ -320,7 +320,7 @@ class _Countdown:
             self._then()
 
 
-class _Failed:
+class _FailedResult:
     """The value of the future of a failed call.
 
     `Future.set_exception` is unsuitable: C++ code in torch that reads a future, such as the reducer of
@@ -392,10 +392,10 @@ _SHORTEST_WAIT_NS = 200_000
 _LONGEST_WAIT_NS = 5_000_000
 
 
-_Arrival = tuple[Pending, Callable[[], None]]
+_Arrival = tuple[PendingCall, Callable[[], None]]
 
 
-def when_done(call: Pending, then: Callable[[], None], device: torch.device | None = None) -> None:
+def when_done(call: PendingCall, then: Callable[[], None], device: torch.device | None = None) -> None:
     """Calls `then` on another thread when `call` is complete.
 
     Args:
@@ -423,7 +423,7 @@ class CompletionThread:
         self._thread = threading.Thread(target=self._run, name="paceline-completion", daemon=True)
         self._thread.start()
 
-    def add(self, call: Pending, when_done: Callable[[], None], device: torch.device | None = None) -> None:
+    def add(self, call: PendingCall, when_done: Callable[[], None], device: torch.device | None = None) -> None:
         """Calls `when_done` on the completion thread when `call`, which may use `device`, is complete."""
         self._device = self._device or device
         self._arrivals.put((call, when_done))

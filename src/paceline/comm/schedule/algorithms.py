@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from paceline.comm.schedule import circulant, halving_doubling, hierarchical, quantised, ring, star, tree
+from paceline.comm.schedule import circulant, halving_doubling, hierarchical, quantized, ring, star, tree
 from paceline.comm.schedule.cost_model import Case, Cost, CostModel
 from paceline.comm.schedule.steps import ROOTED, Builder, Operation, RankTopology, Schedule
 
@@ -30,14 +30,14 @@ _ENTRIES: dict[str, _Entry] = {
 ALGORITHMS = {name: offered for name, (offered, _) in _ENTRIES.items()}
 """For each algorithm, its operations and the functions that build a rank's schedule."""
 
-QUANTISED = dict.fromkeys(quantised.WIRES, quantised.OFFERS)
+QUANTIZED = dict.fromkeys(quantized.WIRES, quantized.OFFERS)
 """The operations of each quantized format. A format is never chosen by the cost model, only requested by a call."""
 
-SYNTHESISED = "synthesised"
+SYNTHESIZED = "synthesized"
 """The algorithm name of the schedules that `synthesis.py` creates."""
 
-_SYNTHESISED_NUMBER = 63
-_QUANTISED_FROM = 64  # kQuantized in native/call/call.hpp
+_SYNTHESIZED_NUMBER = 63
+_QUANTIZED_FROM = 64  # kQuantized in native/call/call.hpp
 
 COSTS = {name: costs for name, (_, costs) in _ENTRIES.items()}
 """For each algorithm, its operations and the closed forms of their durations, in seconds."""
@@ -51,8 +51,8 @@ ALIKE: dict[str, frozenset[Operation]] = {
 
 _NAMES = {
     **dict(enumerate(ALGORITHMS, 1)),
-    _SYNTHESISED_NUMBER: SYNTHESISED,
-    **dict(enumerate(QUANTISED, _QUANTISED_FROM + 1)),
+    _SYNTHESIZED_NUMBER: SYNTHESIZED,
+    **dict(enumerate(QUANTIZED, _QUANTIZED_FROM + 1)),
 }
 _NUMBERS = {name: number for number, name in _NAMES.items()}
 
@@ -69,7 +69,7 @@ def number_of(algorithm: str) -> int:
 
 def wire_of(algorithm: str) -> int:
     """Returns the code of the algorithm's wire format (native/wire/wire.hpp), or 0 if data is not rounded."""
-    return [*QUANTISED].index(algorithm) + 1 if algorithm in QUANTISED else 0
+    return [*QUANTIZED].index(algorithm) + 1 if algorithm in QUANTIZED else 0
 
 
 def name_of(number: int) -> str | None:
@@ -111,7 +111,7 @@ def build(
 
 
 def _builder(algorithm: str, operation: Operation) -> Builder:
-    builders = ALGORITHMS.get(algorithm) or QUANTISED.get(algorithm)
+    builders = ALGORITHMS.get(algorithm) or QUANTIZED.get(algorithm)
     if builders is None:
         raise ValueError(f"unknown algorithm {algorithm!r}; the algorithms are {', '.join(ALGORITHMS)}")
     if operation not in builders:

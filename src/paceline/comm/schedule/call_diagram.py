@@ -12,7 +12,7 @@ from paceline.comm.schedule.steps import ROOTED, Operation, Schedule
 MOST_RANKS, MOST_MESSAGES = 64, 5_000
 """The maximum numbers of ranks and messages in a readable picture."""
 
-COLOURS = ("#0369a1", "#15803d", "#a16207", "#6d28d9", "#b91c1c", "#0e7490", "#be185d", "#4d7c0f")
+COLORS = ("#0369a1", "#15803d", "#a16207", "#6d28d9", "#b91c1c", "#0e7490", "#be185d", "#4d7c0f")
 LEFT, RIGHT, TOP, WIDTH, ROW = 110, 24, 70, 960, 44
 PLAYS_S = 8
 STYLE = """
@@ -109,11 +109,11 @@ class _CallDiagram:
         points = " ".join(f"{self._x(time_s):.1f},{self._y(rank):.1f}" for time_s, rank in corners)
         src = self.schedules[source].steps[message.step].src
         first, length = (src.first, src.length) if src is not None else (0, 0)
-        colour = COLOURS[first % len(COLOURS)]
+        color = COLORS[first % len(COLORS)]
         times = f"{format_seconds(begin_s)} to {format_seconds(end_s)}"
         what = f"block {first}" if length == 1 else f"blocks {first} to {first + length - 1}" if length else "nothing"
         title = f"rank {source} to rank {target}: {what}, {message.nbytes:,.0f} bytes, {times}"
-        look = f'fill="{colour}" fill-opacity="0.35" stroke="{colour}" stroke-opacity="0.8"'
+        look = f'fill="{color}" fill-opacity="0.35" stroke="{color}" stroke-opacity="0.8"'
         return f'<polygon points="{points}" {look}><title>{title}</title></polygon>'
 
     def _now(self) -> str:

@@ -34,7 +34,7 @@ from paceline.comm.schedule.steps import (
 )
 
 
-class _Fold(NamedTuple):
+class _FoldedGroup(NamedTuple):
     """The ranks that remain after folding. `slot` is this rank's index in `active`, whose length is a power of two.
 
     `partner` is the other rank of a folded pair, or -1; `folded` is true on the idle rank of the pair.
@@ -46,25 +46,25 @@ class _Fold(NamedTuple):
     folded: bool
 
 
-def _fold(group: Sequence[int], me: int) -> _Fold:
+def _fold(group: Sequence[int], me: int) -> _FoldedGroup:
     extra = len(group) - (1 << len(group).bit_length() - 1)
     active = [*group[: 2 * extra : 2], *group[2 * extra :]]
     if me < 2 * extra:
-        return _Fold(active, me // 2, group[me ^ 1], folded=me % 2 == 1)
-    return _Fold(active, me - extra, -1, folded=False)
+        return _FoldedGroup(active, me // 2, group[me ^ 1], folded=me % 2 == 1)
+    return _FoldedGroup(active, me - extra, -1, folded=False)
 
 
-def _even_edges(fold: _Fold) -> range:
+def _even_edges(fold: _FoldedGroup) -> range:
     """Returns the edges for one block per slot; the blocks of slot i are range(edges[i], edges[i + 1])."""
     return range(len(fold.active) + 1)
 
 
-def _rank_edges(fold: _Fold, world_size: int) -> list[int]:
+def _rank_edges(fold: _FoldedGroup, world_size: int) -> list[int]:
     """Returns the edges for one block per rank; the slot of a folded pair has two blocks."""
     return [*fold.active, world_size]
 
 
-def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) -> list[Step]:
+def halving_phase(fold: _FoldedGroup, edges: Sequence[int], own: Buffer, into: Buffer) -> list[Step]:
     """Returns the steps of a reduce-scatter of all slots' `own`; slot i gets the sums of its blocks in `into`."""
     steps: list[Step] = []
     low, high = 0, len(fold.active)
@@ -78,7 +78,7 @@ def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) 
     return steps
 
 
-def doubling_phase(fold: _Fold, edges: Sequence[int], buffer: Buffer) -> list[Step]:
+def doubling_phase(fold: _FoldedGroup, edges: Sequence[int], buffer: Buffer) -> list[Step]:
     """Returns the steps of an all-gather, in which every slot's blocks are sent to all slots."""
     steps: list[Step] = []
     width = 1

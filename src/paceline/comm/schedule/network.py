@@ -269,8 +269,8 @@ def round_robin_rounds(n: int) -> list[list[Pair]]:
     circle = list(range(n)) + [-1] * (n % 2)  # -1 is a dummy: its partner sits out the round
     rounds = []
     for _ in range(len(circle) - 1):
-        meeting = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
-        rounds.append([(min(pair), max(pair)) for pair in meeting if min(pair) >= 0])
+        pairs = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
+        rounds.append([(min(pair), max(pair)) for pair in pairs if min(pair) >= 0])
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
 

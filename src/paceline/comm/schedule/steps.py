@@ -26,7 +26,7 @@ The operations use these buffers, where n is the world size:
 | all_to_all | n blocks, each with its own size | n blocks, each with its own size | |
 | barrier | | | |
 
-The schedules in `quantised.py` use a fourth buffer, WIRE, whose blocks are in the format in which they are sent between
+The schedules in `quantized.py` use a fourth buffer, WIRE, whose blocks are in the format in which they are sent between
 hosts. It consists of as many blocks as the schedule uses, each with the size of the packed data. Only PACK loses
 precision.
 """

@@ -1,7 +1,7 @@
 """Synthesis of all-reduce schedules for networks with unequal links, their proof, and selection by simulation.
 
 `pack` packs trees into the network: each part of a tensor is summed along one tree and distributed along another.
-`synthesised_all_reduce` converts the transfers along the trees to steps for each rank. If all hosts have the same
+`synthesized_all_reduce` converts the transfers along the trees to steps for each rank. If all hosts have the same
 number of ranks, the l-th ranks of all hosts run the trees on the l-th slice of the tensor; rings within the hosts
 reduce the slices beforehand and distribute them afterward, as in `hierarchical.py`. If the numbers of ranks differ, the
 leaders run the trees on the whole tensor.
@@ -34,7 +34,7 @@ from typing import NamedTuple, TypeAlias
 
 from paceline.comm.schedule import ring, tree
 from paceline.comm.schedule.algorithms import (
-    SYNTHESISED,
+    SYNTHESIZED,
     AlgorithmChoice,
     AlgorithmPrediction,
     PreferredAlgorithm,
@@ -343,7 +343,7 @@ _LIGHTER = 0.75  # a load counts as "much lighter" up to this fraction of the fa
 _AS_FAST = 1.02  # an algorithm with fewer messages is preferred up to this multiple of the least duration
 
 
-def synthesised_all_reduce(topology: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:
+def synthesized_all_reduce(topology: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:
     """Returns the schedule that performs the transfers between the hosts of `topology`, for the topology's rank."""
     _, host, local, me = home = find_host_position(topology)
     n_local, n_parts = len(local), 1 + max(each.part for each in transfers)
@@ -353,14 +353,14 @@ def synthesised_all_reduce(topology: RankTopology, transfers: Sequence[TreeTrans
         steps += _transfer_steps(transfers, home.rail, host, me * n_parts)
         steps += ring.gather_phase(local, me, slices)
         return Schedule(
-            Operation.ALL_REDUCE, SYNTHESISED, topology.rank, topology.world_size, -1, n_local * n_parts, tuple(steps)
+            Operation.ALL_REDUCE, SYNTHESIZED, topology.rank, topology.world_size, -1, n_local * n_parts, tuple(steps)
         )
     tensor = BufferSlice(Buffer.OUTPUT, 0, n_parts)
     steps = tree.reduce_phase(local, me, tensor, tensor, final=False)
     if me == 0:
         steps += _transfer_steps(transfers, home.rail, host, 0)
     steps += tree.broadcast_phase(local, me, tensor)
-    return Schedule(Operation.ALL_REDUCE, SYNTHESISED, topology.rank, topology.world_size, -1, n_parts, tuple(steps))
+    return Schedule(Operation.ALL_REDUCE, SYNTHESIZED, topology.rank, topology.world_size, -1, n_parts, tuple(steps))
 
 
 def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], host: int, first: int) -> list[Step]:
@@ -377,13 +377,13 @@ def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], h
     return steps
 
 
-def can_synthesise(network: Network) -> bool:
+def can_synthesize(network: Network) -> bool:
     """Returns True if some links differ and there are few enough hosts and ranks for synthesis."""
     uneven = bool(network.groups or network.pairs or network.nodes)
     return uneven and 1 < len(network.hosts) <= MOST_HOSTS and network.world_size <= MOST_RANKS
 
 
-def synthesise(network: Network) -> list[Schedule]:
+def synthesize(network: Network) -> list[Schedule]:
     """Returns verified all-reduce schedules for all ranks of a network.
 
     They use the packing and the order of transfers that are the fastest in a simulation with a long tensor; packings
@@ -400,7 +400,7 @@ def synthesise(network: Network) -> list[Schedule]:
             parts = pack(network, detour, through_gateways=through_gateways).parts
             for transfers in (by_level(parts), by_begin(network, parts)):
                 world = [
-                    synthesised_all_reduce(RankTopology(rank, n, -1, network.hosts), transfers) for rank in range(n)
+                    synthesized_all_reduce(RankTopology(rank, n, -1, network.hosts), transfers) for rank in range(n)
                 ]
                 seconds = simulate_schedules(world, network, _LONG_NBYTES).seconds
                 found.append((seconds if through_gateways else seconds * _COMPETING, world))
@@ -420,7 +420,7 @@ def choose_all_reduce(
     number of messages.
     """
     n = network.world_size
-    worlds = {SYNTHESISED: schedules}
+    worlds = {SYNTHESIZED: schedules}
     for name in algorithms_offering(Operation.ALL_REDUCE):
         worlds[name] = [build(name, Operation.ALL_REDUCE, rank, n, -1, network.hosts) for rank in range(n)]
     timings = {name: simulate_schedules(world, network, nbytes) for name, world in worlds.items()}

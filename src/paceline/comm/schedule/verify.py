@@ -27,7 +27,7 @@ Blocks: TypeAlias = list[BlockValue | None]
 REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER))
 CUT_LIKE_THE_TENSOR = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST))
 
-# `tuple.__new__` is twice as fast as a named tuple's constructor, and there are many moves.
+# `tuple.__new__` is twice as fast as a named tuple's constructor, and there are many transfers.
 _new = tuple.__new__
 _SEND, _RECV, _REDUCE, *_ = StepKind
 _LOCAL = frozenset(StepKind) - {_SEND, _RECV, _REDUCE}
@@ -39,8 +39,8 @@ class ScheduleError(AssertionError):
     """The schedules of a world do not implement their operation; the message reports the rank and the step."""
 
 
-class Move(NamedTuple):
-    """A move of blocks from a SEND to the step that receives them, or within a local step."""
+class StepTransfer(NamedTuple):
+    """A transfer of blocks from a SEND to the step that receives them, or within a local step."""
 
     source: int
     source_step: int
@@ -48,8 +48,8 @@ class Move(NamedTuple):
     target_step: int
 
 
-def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
-    """Returns an ordered list of moves for every link, and a separate list for every local step.
+def transfers_by_link(schedules: Sequence[Schedule]) -> list[list[StepTransfer]]:
+    """Returns an ordered list of transfers for every link, and a separate list for every local step.
 
     The k-th SEND on a link is matched with the k-th RECV or REDUCE.
 
@@ -58,11 +58,11 @@ def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
     """
     sends: dict[tuple[int, int], list[int]] = defaultdict(list)
     receives: dict[tuple[int, int], list[int]] = defaultdict(list)
-    moves: list[list[Move]] = []
+    transfers: list[list[StepTransfer]] = []
     for rank, schedule in enumerate(schedules):
         for number, (kind, peer, _, _, _) in enumerate(schedule.steps):
             if kind in _LOCAL:
-                moves.append([Move(rank, number, rank, number)])
+                transfers.append([StepTransfer(rank, number, rank, number)])
             elif peer == rank or not 0 <= peer < len(schedules):
                 raise step_error(schedule, number, f"peer {peer} does not exist")
             elif kind is _SEND:
@@ -70,13 +70,13 @@ def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
             else:
                 receives[peer, rank].append(number)
     for link in {**sends, **receives}:
-        moves.append(_match_link(schedules, *link, sends[link], receives[link]))
-    return moves
+        transfers.append(_match_link(schedules, *link, sends[link], receives[link]))
+    return transfers
 
 
 def _match_link(
     schedules: Sequence[Schedule], source: int, target: int, sends: list[int], receives: list[int]
-) -> list[Move]:
+) -> list[StepTransfer]:
     met = []
     sent_steps, received_steps = schedules[source].steps, schedules[target].steps
     for sending, receiving in zip_longest(sends, receives):
@@ -89,7 +89,7 @@ def _match_link(
             raise step_error(schedules[target], receiving, f"rank {source} sends {src and src.length} blocks for it")
         if (src[0] is Buffer.WIRE) != (dst[0] is Buffer.WIRE):
             raise step_error(schedules[target], receiving, f"rank {source} sends {_format_slice(src)} for it")
-        met.append(_new(Move, (source, sending, target, receiving)))
+        met.append(_new(StepTransfer, (source, sending, target, receiving)))
     return met
 
 
@@ -144,7 +144,7 @@ def verify_barrier(schedules: Sequence[Schedule]) -> None:
         {number: None for number, step in enumerate(schedule.steps) if step.kind == StepKind.RECV}
         for schedule in schedules
     ]
-    links = [deque(moves) for moves in moves_by_link(schedules)]
+    links = [deque(transfers) for transfers in transfers_by_link(schedules)]
     progress = True
     while progress:
         progress = False
@@ -155,8 +155,10 @@ def verify_barrier(schedules: Sequence[Schedule]) -> None:
                 progress = True
     stuck = [link[0] for link in links if link]
     if stuck:
-        move = min(stuck, key=lambda move: (move.source_step, move.source))
-        raise step_error(schedules[move.source], move.source_step, "waits forever for an earlier receive of its rank")
+        transfer = min(stuck, key=lambda transfer: (transfer.source_step, transfer.source))
+        raise step_error(
+            schedules[transfer.source], transfer.source_step, "waits forever for an earlier receive of its rank"
+        )
     for rank, schedule in enumerate(schedules):
         absent = ((1 << len(schedules)) - 1) & ~(_ranks_arrived(received, rank, len(schedule.steps)) or 0)
         if absent:
@@ -401,7 +403,7 @@ class _SymbolicExecutor:
 
     def run(self) -> None:
         """Runs every link until it must wait for a place; the link resumes when the place changes."""
-        self.ready.extend(self.link(moves) for moves in moves_by_link(self.schedules))
+        self.ready.extend(self.link(transfers) for transfers in transfers_by_link(self.schedules))
         while self.ready:
             link = self.ready.popleft()
             wait = next(link, None)
@@ -413,15 +415,15 @@ class _SymbolicExecutor:
             what = f"waits forever for an earlier step on {self.memory.name(place, rank)}"
             raise step_error(self.schedules[rank], number, what)
 
-    def link(self, moves: list[Move]) -> Iterator[_Wait]:
-        """Executes the moves of a link, block by block; yields a `_Wait` for each place that is not ready."""
+    def link(self, transfers: list[StepTransfer]) -> Iterator[_Wait]:
+        """Executes the transfers of a link, block by block; yields a `_Wait` for each place that is not ready."""
         # Nearly all of the time is spent here, so the loop uses local variables.
         memory, waiting, ready, everyone = self.memory, self.waiting, self.ready, self.everyone
         values, written, accessed, accesses = memory.values, memory.written, memory.accessed, memory.accesses
         operation = self.schedules[0].operation
         fits_by_index = operation in CUT_LIKE_THE_TENSOR
         reduces = operation in REDUCING
-        for source, source_step, target, target_step in moves:
+        for source, source_step, target, target_step in transfers:
             reads = accesses[source][source_step][0]
             own_reads, writes = accesses[target][target_step]
             kind, _, dst_slice, src_slice, final = self.schedules[target].steps[target_step]

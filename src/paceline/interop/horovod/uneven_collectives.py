@@ -40,14 +40,14 @@ from paceline.interop.horovod.collectives import (
 Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class Gathered(NamedTuple):
+class GatheredTensors(NamedTuple):
     """Several tensors, each concatenated over all ranks; `rows[r][i]` is the number of rows of tensor i on rank r."""
 
     tensors: list[torch.Tensor]
     rows: list[list[int]]
 
 
-def gather_rows(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> Gathered:
+def gather_rows(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> GatheredTensors:
     """Concatenates each tensor over all ranks in rank order. Runs on the thread that executes the call."""
     mine = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
     gathered = mine.new_empty((group.size(), len(mine)))
@@ -60,7 +60,7 @@ def gather_rows(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> Gathere
         parts = [torch.empty_like(padded) for _ in counts]
         all_gather(parts, padded, group)
         wholes.append(torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]))
-    return Gathered(wholes, rows)
+    return GatheredTensors(wholes, rows)
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _gather_request(
-    tensors: Sequence[torch.Tensor], name: str | None, pick: Callable[[Gathered], Any], call: str
+    tensors: Sequence[torch.Tensor], name: str | None, pick: Callable[[GatheredTensors], Any], call: str
 ) -> CallRequest[Any]:
     _require_rows(tensors, call)
     listed = [tensor.detach() for tensor in tensors]
@@ -91,7 +91,7 @@ class _Allgather(Function):
     ) -> tuple[torch.Tensor, ...]:
         """Returns new tensors."""
         request = _gather_request(tensors, name, lambda gathered: gathered, call)
-        gathered: Gathered = process_set.calls().perform(request)
+        gathered: GatheredTensors = process_set.calls().perform(request)
         ctx.process_set, ctx.rows = process_set, gathered.rows
         return tuple(gathered.tensors)
 

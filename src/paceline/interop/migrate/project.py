@@ -205,9 +205,9 @@ def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) 
 
     known = {path.resolve() for path in texts}
     folders = {path.parent for path in texts}
-    neighbours = {folder: _names_in(folder, known) for folder in folders}
+    neighbors = {folder: _names_in(folder, known) for folder in folders}
     for path, text in texts.items():
-        if not any(name in text for name in neighbours[path.parent]):
+        if not any(name in text for name in neighbors[path.parent]):
             continue  # skips most files; parsing all of them would dominate the run time
         names = [found.name for found in readings[path].imports] if path in readings else imports_of(text)
         for imported in names:

@@ -29,7 +29,7 @@ from paceline.interop.migrate.names import (
 )
 from paceline.interop.migrate.python_source import (
     Edits,
-    Imported,
+    ImportedName,
     NameUse,
     PythonSource,
     expression,
@@ -144,7 +144,7 @@ def _reason_for_plugin(file: str, reading: PythonSource) -> str:
     for line, module in reading.stars:
         if needs_torchs_groups(f"{module}.*"):
             return f"{file}:{line} imports * from {module}, whose names are not known"
-    everything: list[Imported | NameUse] = [*reading.imports, *reading.uses]
+    everything: list[ImportedName | NameUse] = [*reading.imports, *reading.uses]
     for found in everything:
         if (library := group_user(found.name)) is not None:
             return f"{file}:{found.line} uses {library}, {_USES_GROUPS}"
@@ -203,7 +203,7 @@ class _NameTable:
         return _OTHERS_OF_HOROVOD if is_in(name, "horovod") else None
 
 
-def _import_place(reading: PythonSource, imported: Imported, table: _NameTable, edits: Edits) -> MigrationFinding:
+def _import_place(reading: PythonSource, imported: ImportedName, table: _NameTable, edits: Edits) -> MigrationFinding:
     reason = table.reason(imported.name)
     if reason is not None:
         edits.comment(reading.statement_of(imported.statement), reason)
@@ -231,7 +231,7 @@ def _rewrite_use(use: NameUse, table: _NameTable, edits: Edits) -> str | None:
 
 
 def _rewrite_imports(reading: PythonSource, table: _NameTable, edits: Edits) -> None:
-    by_statement: dict[cst.CSTNode, list[Imported]] = {}
+    by_statement: dict[cst.CSTNode, list[ImportedName]] = {}
     for found in reading.imports:
         by_statement.setdefault(found.statement, []).append(found)
     for statement, group in by_statement.items():
@@ -244,7 +244,7 @@ def _rewrite_imports(reading: PythonSource, table: _NameTable, edits: Edits) -> 
 
 
 def _plain_imports(
-    statement: cst.Import, group: list[Imported], table: _NameTable, reading: PythonSource
+    statement: cst.Import, group: list[ImportedName], table: _NameTable, reading: PythonSource
 ) -> list[cst.BaseSmallStatement]:
     """Returns the replacement statements for `import a, b as c`."""
     kept = [found.alias for found in group if table.new(found.name) is None]
@@ -266,7 +266,9 @@ def _plain_imports(
     return result
 
 
-def _from_imports(statement: cst.ImportFrom, group: list[Imported], table: _NameTable) -> list[cst.BaseSmallStatement]:
+def _from_imports(
+    statement: cst.ImportFrom, group: list[ImportedName], table: _NameTable
+) -> list[cst.BaseSmallStatement]:
     """Returns the replacement statements for `from a import b, c as d`."""
     kept = [found.alias for found in group if table.new(found.name) is None]
     result: list[cst.BaseSmallStatement] = []
@@ -295,7 +297,7 @@ def _aliases(statement: cst.ImportFrom) -> list[cst.ImportAlias]:
     return [] if isinstance(statement.names, cst.ImportStar) else list(statement.names)
 
 
-def _renamed(imported: Imported, name: str) -> cst.ImportAlias:
+def _renamed(imported: ImportedName, name: str) -> cst.ImportAlias:
     return cst.ImportAlias(cst.Name(name), cst.AsName(cst.Name(imported.local)))
 
 

@@ -29,7 +29,7 @@ Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedName:
     """A name in an import statement."""
 
     statement: cst.Import | cst.ImportFrom
@@ -55,7 +55,7 @@ class PythonSource:
     """A parsed file with its imports and their uses."""
 
     module: cst.Module
-    imports: list[Imported] = field(default_factory=list)
+    imports: list[ImportedName] = field(default_factory=list)
     stars: list[tuple[int, str]] = field(default_factory=list)  # line and module of each `from module import *`
     uses: list[NameUse] = field(default_factory=list)
     calls: dict[cst.CSTNode, cst.Call] = field(default_factory=dict)  # calls, keyed by the called expression
@@ -66,7 +66,7 @@ class PythonSource:
         """The parent of each node. Computed on first use because it increases the parsing time by about 30%."""
         return self.resolve_parents()
 
-    def concerning(self) -> Iterator[Imported | NameUse]:
+    def concerning(self) -> Iterator[ImportedName | NameUse]:
         """Yields the imports and uses of names that the migration handles."""
         yield from (found for found in self.imports if is_migrated(found.name))
         yield from (use for use in self.uses if is_migrated(use.name))
@@ -186,7 +186,7 @@ class _Collector(cst.CSTVisitor):
 
     def _imported(self, node: cst.Import | cst.ImportFrom) -> bool:
         for alias, name, local in bindings(node):
-            self.found.imports.append(Imported(node, alias, name, local, self._line(alias)))
+            self.found.imports.append(ImportedName(node, alias, name, local, self._line(alias)))
         return False
 
     def visit_Arg(self, node: cst.Arg) -> None:  # noqa: N802

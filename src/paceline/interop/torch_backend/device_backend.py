@@ -71,8 +71,8 @@ def _form(
     store: Any, rank: int, timeout: timedelta, named: Sequence[int], name: str, is_open: bool
 ) -> TorchProcessGroup:
     keep_works_of_reducers()
-    meeting = GroupRendezvous(store, rank, len(named), timeout, named, name)
-    return TorchProcessGroup(meeting, None if is_open else form_group(meeting))
+    rendezvous = GroupRendezvous(store, rank, len(named), timeout, named, name)
+    return TorchProcessGroup(rendezvous, None if is_open else form_group(rendezvous))
 
 
 def _default_world() -> World | None:

@@ -125,7 +125,7 @@ def replace_store_factory() -> None:
     rendezvous = vars(import_module("torch.distributed.rendezvous"))
     original = rendezvous[_STORE_FACTORY]
     signature = inspect.signature(original)
-    meetings = 0
+    rendezvous_count = 0
 
     @functools.wraps(original)
     def make(*args: Any, **options: Any) -> Any:
@@ -133,13 +133,13 @@ def replace_store_factory() -> None:
 
         from paceline.comm.rendezvous.environment import is_torch_store
 
-        nonlocal meetings
+        nonlocal rendezvous_count
         given = signature.bind(*args, **options).arguments
         if is_torch_store(given["port"]):
             _await_store(given["hostname"], given["port"], given["timeout"])
             store = original(*args, **options)
-            meetings += 1
-            return store if meetings == 1 else PrefixStore(f"meeting/{meetings}", store)
+            rendezvous_count += 1
+            return store if rendezvous_count == 1 else PrefixStore(f"rendezvous/{rendezvous_count}", store)
         more = {name: given[name] for name in ("use_libuv",) if name in given}
         return TCPStore(
             host_name=given["hostname"],

@@ -204,7 +204,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     group can be aborted, shrunk, or given different ranks with `reconfigure`.
 
     Args:
-        meeting: The parameters of the group's rendezvous.
+        rendezvous: The parameters of the group's rendezvous.
         world: The connected Paceline group, or None if `_reconfigure` will connect the ranks later.
     """
 
@@ -218,22 +218,22 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     supports_shrinking = _can_replace_shrink_group()
     bound_device_id: torch.device | None = None
 
-    def __init__(self, meeting: GroupRendezvous, world: World | None) -> None:
-        super().__init__(meeting.rank, meeting.size)
-        self._store = meeting.store
-        self._timeout = meeting.timeout
-        self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
+    def __init__(self, rendezvous: GroupRendezvous, world: World | None) -> None:
+        super().__init__(rendezvous.rank, rendezvous.size)
+        self._store = rendezvous.store
+        self._timeout = rendezvous.timeout
+        self._rank, self._size, self._named = rendezvous.rank, rendezvous.size, rendezvous.named
         self._members: tuple[RankIdentity, ...] = ()  # the members when the group was last connected
         self._absence = ClosedReason.NOT_MET
         self._name = ""
         self._description = "undefined"
         self._backend = "paceline"
-        self._handle = ReconfigureHandle.mine(meeting.named[meeting.rank])
+        self._handle = ReconfigureHandle.mine(rendezvous.named[rendezvous.rank])
         self._abort_hooks = AbortHooks()
         self._failure = OutcomeCode.OK  # the failure of the group that was last aborted
         self._coalescing: list[Work] | None = None
         if world is not None:
-            self._adopt(meeting, world)
+            self._adopt(rendezvous, world)
 
     def __repr__(self) -> str:
         return f"<paceline process group {self._name or 'default'}, rank {self._rank} of {self._size}>"
@@ -644,8 +644,8 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         occasion = f"{key}/{attempt}"
         store = PrefixStore(occasion, self._store)
         rank, size = staying.index(self._rank), len(staying)
-        meeting = GroupRendezvous(store, rank, size, self._timeout, named, self._name, occasion)
-        group = type(self)(meeting, form_group(meeting, expected=expected))
+        rendezvous = GroupRendezvous(store, rank, size, self._timeout, named, self._name, occasion)
+        group = type(self)(rendezvous, form_group(rendezvous, expected=expected))
         group.report_backend_as(self._backend)
         return group
 
@@ -680,9 +680,9 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         self._claim(store, opts.uuid, order)
         self._close(ClosedReason.NOT_MET)
         named = range(len(order)) if self._is_default() else [handle.rank for handle in order]
-        meeting = GroupRendezvous(store, rank, len(order), self._timeout, named, self._name, occasion)
+        rendezvous = GroupRendezvous(store, rank, len(order), self._timeout, named, self._name, occasion)
         members = [handle.member(number) for number, handle in enumerate(order)]
-        self._adopt(meeting, form_group(meeting, opts.timeout, members))
+        self._adopt(rendezvous, form_group(rendezvous, opts.timeout, members))
         self._failure = OutcomeCode.OK
         self._abort_hooks.rearm()
         if self in _world.pg_group_ranks:
@@ -723,9 +723,9 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     def _is_default(self) -> bool:
         return torch_dist.group.WORLD is self
 
-    def _adopt(self, meeting: GroupRendezvous, world: World) -> None:
+    def _adopt(self, rendezvous: GroupRendezvous, world: World) -> None:
         """Takes ownership of `world`, a connected Paceline group."""
-        self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
+        self._rank, self._size, self._named = rendezvous.rank, rendezvous.size, rendezvous.named
         self._members = world.group.members
         self._world = world
         self._group = world.group

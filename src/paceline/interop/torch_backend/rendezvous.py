@@ -189,25 +189,25 @@ class GroupRendezvous:
 
 
 def form_group(
-    meeting: GroupRendezvous, patience: timedelta | None = None, expected: Sequence[RankIdentity] = ()
+    rendezvous: GroupRendezvous, patience: timedelta | None = None, expected: Sequence[RankIdentity] = ()
 ) -> World:
     """Waits for the other ranks and returns the connected group.
 
     Args:
-        meeting: The parameters of the rendezvous.
+        rendezvous: The parameters of the rendezvous.
         patience: The time to wait for the other ranks. Default: the timeout for calls on the group, but at least 10 s.
         expected: The ranks' processes, if known. The rendezvous fails as soon as one of them on this host exits.
 
     Raises:
         RendezvousError, AuthenticationError: the rendezvous failed.
     """
-    with recorder.recorded_formation(meeting.name, meeting.identity, meeting.rank, meeting.named):
-        return _formed(meeting, patience or max(meeting.timeout, _SHORTEST_PATIENCE), expected)
+    with recorder.recorded_formation(rendezvous.name, rendezvous.identity, rendezvous.rank, rendezvous.named):
+        return _formed(rendezvous, patience or max(rendezvous.timeout, _SHORTEST_PATIENCE), expected)
 
 
-def _formed(meeting: GroupRendezvous, patience: timedelta, expected: Sequence[RankIdentity]) -> World:
-    rank, size = meeting.rank, meeting.size
-    store, patience_s = StoreFromTorch(meeting.store, patience), to_seconds(patience)
+def _formed(rendezvous: GroupRendezvous, patience: timedelta, expected: Sequence[RankIdentity]) -> World:
+    rank, size = rendezvous.rank, rendezvous.size
+    store, patience_s = StoreFromTorch(rendezvous.store, patience), to_seconds(patience)
     backend = choose("paceline")
     with contextlib.ExitStack() as undo:
         with Formation(store, rank, size) as formation:
@@ -218,26 +218,26 @@ def _formed(meeting: GroupRendezvous, patience: timedelta, expected: Sequence[Ra
                 openers = engines.openers(backend, range(size), patience_s, engines.count_group(range(size)))
                 opened = openers["cpu"](torch.device("cpu"))
                 for device_type in openers.keys() - {"cpu"}:
-                    openers[device_type] = partial(_open_checked, openers[device_type], meeting.name)
+                    openers[device_type] = partial(_open_checked, openers[device_type], rendezvous.name)
         members = [
             RankIdentity(named, member.host, member.pid, member.process)
-            for named, member in zip(meeting.named, engines.members, strict=True)
+            for named, member in zip(rendezvous.named, engines.members, strict=True)
         ]
         group = ProcessGroup(
             opened,
             members,
             rank,
             patience,
-            meeting.name,
+            rendezvous.name,
             openers=openers,
             advice=OTHER_DEVICES,
-            identity=meeting.identity,
+            identity=rendezvous.identity,
         )
         undo.callback(group.close)
         group.barrier()
-        group.set_timeout(meeting.timeout)
+        group.set_timeout(rendezvous.timeout)
         undo.pop_all()
-    return World(store, engines, group, to_seconds(meeting.timeout))
+    return World(store, engines, group, to_seconds(rendezvous.timeout))
 
 
 def _open_checked(opener: Opener, group_name: str, device: torch.device) -> OpenGroup:

@@ -14,24 +14,24 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from paceline.operate.dashboard.dashboard_state import (
+    AppendOnlyList,
     CallRow,
     DashboardState,
+    DownsampledCurve,
     Figures,
-    Growing,
     JobHeader,
     Point,
     RankRow,
     StepColumn,
+    StragglerEstimate,
     Tail,
-    Thinned,
     Timeline,
     TimelineLane,
-    WhatIf,
     about,
     in_ms,
 )
 from paceline.operate.dashboard.job_sample import (
-    CallTally,
+    CallStatistics,
     JobEvent,
     JobInfo,
     JobSample,
@@ -81,15 +81,15 @@ class CallTable:
     """Recent durations of calls, grouped by kind."""
 
     def __init__(self) -> None:
-        self._kinds: dict[_Kind, dict[int, deque[CallTally]]] = {}
+        self._kinds: dict[_Kind, dict[int, deque[CallStatistics]]] = {}
 
     def take(self, ranks: Sequence[RankSample]) -> None:
         """Adds the calls in a sample."""
         for sample in ranks:
-            for tally in sample.calls:
-                kind = tally.operation, tally.dtype, tally.count, tally.algorithm
+            for statistics in sample.calls:
+                kind = statistics.operation, statistics.dtype, statistics.count, statistics.algorithm
                 by_rank = self._kinds.pop(kind, {})  # reinserted at the end, so kinds stay ordered by their latest use
-                by_rank.setdefault(sample.rank, deque(maxlen=_SAMPLES_OF_CALLS)).append(tally)
+                by_rank.setdefault(sample.rank, deque(maxlen=_SAMPLES_OF_CALLS)).append(statistics)
                 self._kinds[kind] = by_rank
         while len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
@@ -100,19 +100,19 @@ class CallTable:
         return tuple(sorted(rows, key=lambda row: (-row.calls * row.actual, row.name))[:_MOST_ROWS])
 
 
-def _row(kind: _Kind, by_rank: dict[int, deque[CallTally]]) -> CallRow:
+def _row(kind: _Kind, by_rank: dict[int, deque[CallStatistics]]) -> CallRow:
     """Returns the row for a kind of call.
 
     The duration is the shortest over all ranks, because it includes the least waiting.
     """
     operation, dtype, count, algorithm = kind
     actual_s = min(
-        sum(tally.took_s for tally in tallies) / sum(tally.calls for tally in tallies) for tallies in by_rank.values()
+        sum(each.took_s for each in entries) / sum(each.calls for each in entries) for entries in by_rank.values()
     )
     predicted_s = next(iter(by_rank.values()))[-1].predicted_s
     return CallRow(
         name=f"{operation} of {count:,} {dtype}, {algorithm}",
-        calls=max(sum(tally.calls for tally in tallies) for tallies in by_rank.values()),
+        calls=max(sum(each.calls for each in entries) for entries in by_rank.values()),
         predicted=round(predicted_s * 1e3, 3),
         actual=round(actual_s * 1e3, 3),
         is_far=not predicted_s / _FAR <= actual_s <= predicted_s * _FAR,
@@ -120,22 +120,22 @@ def _row(kind: _Kind, by_rank: dict[int, deque[CallTally]]) -> CallRow:
 
 
 class Curves:
-    """Curves of the values that the ranks log, one per name, averaged over the ranks and thinned."""
+    """Curves of the values that the ranks log, one per name, averaged over the ranks and downsampled."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, str], list[float]] = {}
         self._loggers: dict[str, int] = {}  # number of ranks that log each name
-        self._thinned: dict[str, Thinned] = {}
+        self._downsampled: dict[str, DownsampledCurve] = {}
         self._points: list[Point] = []
         self._epoch = 0
-        self._growing: Growing[Point] = Growing()
+        self._latest: AppendOnlyList[Point] = AppendOnlyList()
 
     def take(self, ranks: tuple[RankSample, ...]) -> None:
         """Adds the logged values in a sample."""
         for sample in ranks:
             for step, name, value in sample.values:
-                if name in self._thinned or len(self._thinned) < _CURVES_KEPT:
-                    self._thinned.setdefault(name, Thinned())
+                if name in self._downsampled or len(self._downsampled) < _CURVES_KEPT:
+                    self._downsampled.setdefault(name, DownsampledCurve())
                     self._open.setdefault((step, name), []).append(value)
         complete = [key for key in sorted(self._open) if self._is_complete(*key)]
         for step, name in complete:
@@ -143,7 +143,7 @@ class Curves:
             self._loggers[name] = max(len(values), self._loggers.get(name, 0))
             self._add(Point(name, step, _short(fmean(values)), _short(min(values)), _short(max(values))))
         if complete:
-            self._growing = Growing(tuple(self._points), 0, self._epoch)
+            self._latest = AppendOnlyList(tuple(self._points), 0, self._epoch)
 
     def _is_complete(self, step: int, name: str) -> bool:
         """Returns True if all ranks that log this name have logged this step, or if several later steps were logged."""
@@ -152,20 +152,20 @@ class Curves:
         later = sum(1 for other, its_name in self._open if its_name == name and other > step)
         return later >= _STEPS_OPEN
 
-    def growing(self) -> Growing[Point]:
+    def latest(self) -> AppendOnlyList[Point]:
         """Returns the points of all curves in insertion order."""
-        return self._growing
+        return self._latest
 
     def _add(self, point: Point) -> None:
-        curve = self._thinned[point.name]
+        curve = self._downsampled[point.name]
         epoch = curve.epoch
         if curve.points and point.step <= curve.points[-1].step:  # the job restarted from an earlier step
-            curve = self._thinned[point.name] = curve.until(point.step)
+            curve = self._downsampled[point.name] = curve.until(point.step)
         done = curve.add(point)
         if curve.epoch == epoch:
             self._points += done
         else:  # thinning has replaced all points in the curve
-            self._points = [kept for other in self._thinned.values() for kept in other.points]
+            self._points = [kept for other in self._downsampled.values() for kept in other.points]
             self._epoch += 1
 
 
@@ -279,14 +279,14 @@ class StragglerWatch:
             self.costs = tuple(find_stragglers(self._work, self._looks))
 
 
-def what_if_of(costs: Sequence[StragglerCost], *, is_over: bool) -> WhatIf | None:
+def what_if_of(costs: Sequence[StragglerCost], *, is_over: bool) -> StragglerEstimate | None:
     """Returns sentences about the stragglers and the step duration without them, or None without stragglers."""
     if not costs:
         return None
     sentences = [diagnosis.sentence for cost in costs for diagnosis in describe(cost, is_over=is_over)]
     ranks = tuple(sorted({each.rank for cost in costs for each in cost.stragglers}))
     text = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
-    return WhatIf(text, ranks, in_ms(costs[0].step_s), in_ms(costs[0].without_s))
+    return StragglerEstimate(text, ranks, in_ms(costs[0].step_s), in_ms(costs[0].without_s))
 
 
 class DashboardAggregator:
@@ -339,7 +339,7 @@ class DashboardAggregator:
     @property
     def has_steps(self) -> bool:
         """Whether several ranks record their steps."""
-        return any(sum(time is not None for time in column.compute) > 1 for column in self._steps.growing().items)
+        return any(sum(time is not None for time in column.compute) > 1 for column in self._steps.latest().items)
 
     @property
     def stragglers(self) -> tuple[StragglerCost, ...]:
@@ -355,7 +355,7 @@ class DashboardAggregator:
         sample = self._sample
         if sample is None:
             raise ValueError("the dashboard has no samples yet, so there is nothing to show")
-        steps = self._steps.growing()
+        steps = self._steps.latest()
         is_kept = without_stalls([column.duration for column in steps.items])
         recent = tuple(itertools.compress(steps.items[-self._steps_averaged :], is_kept[-self._steps_averaged :]))
         stalls = {column.step for column, is_one in zip(steps.items, is_kept, strict=True) if not is_one}
@@ -372,13 +372,13 @@ class DashboardAggregator:
             what_if=what_if_of(self.stragglers, is_over=bool(sample.facts.outcome)),
             steps=steps,
             timeline=_timeline(self._latest),
-            curves=self._curves.growing(),
+            curves=self._curves.latest(),
             links=links,
             network=network,
             owed=() if sample.facts.outcome else owed_calls(sample),
             calls=self._calls.rows(),
-            story=self._story.growing(),
-            log=self._log.growing(),
+            story=self._story.latest(),
+            log=self._log.latest(),
             verdict=sample.verdict,
             stacks=tuple(self._stacks[rank] for rank in sorted(self._stacks)),
         )

@@ -1,7 +1,7 @@
 """State of a job as displayed by the page, `paceline top` and the report: one immutable `DashboardState`.
 
 Durations are in milliseconds, as displayed, except those with the suffix `_s`, which are in seconds. Append-only lists
-have the type `Growing`: a viewer that already has the beginning of a list only fetches the rest.
+have the type `AppendOnlyList`: a viewer that already has the beginning of a list only fetches the rest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PARTS = ("data", "forward", "backward", "exposed", "optimizer", "other")
 
 
 @dataclass(frozen=True)
-class Growing(Generic[Item]):
+class AppendOnlyList(Generic[Item]):
     """The latest items of an append-only list.
 
     Attributes:
@@ -127,7 +127,7 @@ class RankRow:
 
 
 @dataclass(frozen=True)
-class WhatIf:
+class StragglerEstimate:
     """The actual duration of a step, and the estimate if the stragglers (`ranks`) were as fast as the other ranks."""
 
     sentence: str
@@ -223,16 +223,16 @@ class DashboardState:
     header: JobHeader
     figures: Figures | None = None
     ranks: tuple[RankRow, ...] = ()
-    what_if: WhatIf | None = None
-    steps: Growing[StepColumn] = field(default_factory=Growing)
+    what_if: StragglerEstimate | None = None
+    steps: AppendOnlyList[StepColumn] = field(default_factory=AppendOnlyList)
     timeline: Timeline | None = None
-    curves: Growing[Point] = field(default_factory=Growing)
+    curves: AppendOnlyList[Point] = field(default_factory=AppendOnlyList)
     links: tuple[LinkRow, ...] = ()
     network: str | None = None  # description of a slow pair of hosts
     owed: tuple[str, ...] = ()  # calls in which ranks are waiting for others, one sentence each
     calls: tuple[CallRow, ...] = ()
-    story: Growing[JobEvent] = field(default_factory=Growing)
-    log: Growing[Line] = field(default_factory=Growing)
+    story: AppendOnlyList[JobEvent] = field(default_factory=AppendOnlyList)
+    log: AppendOnlyList[Line] = field(default_factory=AppendOnlyList)
     verdict: StallNotice | None = None
     stacks: tuple[Stack, ...] = ()
 
@@ -248,7 +248,7 @@ class Tail(Generic[Item]):
     def __init__(self, most: int) -> None:
         self._items: deque[Item] = deque(maxlen=most)
         self._count = 0
-        self._growing: Growing[Item] | None = None
+        self._latest: AppendOnlyList[Item] | None = None
 
     def extend(self, items: Iterable[Item]) -> None:
         """Appends items."""
@@ -257,16 +257,16 @@ class Tail(Generic[Item]):
             self._items.append(item)
             self._count += 1
         if self._count != before:
-            self._growing = None
+            self._latest = None
 
-    def growing(self) -> Growing[Item]:
+    def latest(self) -> AppendOnlyList[Item]:
         """Returns the items; returns the same object until more items are appended."""
-        if self._growing is None:
-            self._growing = Growing(tuple(self._items), self._count - len(self._items))
-        return self._growing
+        if self._latest is None:
+            self._latest = AppendOnlyList(tuple(self._items), self._count - len(self._items))
+        return self._latest
 
 
-class Thinned:
+class DownsampledCurve:
     """The curve of one logged metric over all steps, with a limited number of points.
 
     If the limit is exceeded, pairs of neighboring points are merged. A merged point has the minimum and the maximum of
@@ -280,9 +280,9 @@ class Thinned:
         self.points: list[Point] = []
         self.epoch = 0
 
-    def until(self, step: int) -> Thinned:
+    def until(self, step: int) -> DownsampledCurve:
         """Returns a copy of the curve that ends before a step."""
-        rest = Thinned(self._most)
+        rest = DownsampledCurve(self._most)
         rest.points = [point for point in self.points if point.step < step]
         rest._stride = self._stride
         rest.epoch = self.epoch + 1

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from paceline.operate.dashboard.aggregator import DashboardAggregator
-from paceline.operate.dashboard.dashboard_state import DashboardState, Growing
+from paceline.operate.dashboard.dashboard_state import AppendOnlyList, DashboardState
 from paceline.operate.dashboard.job_sample import JobSample
 
 WATCHED_S = 1.0  # interval between samples while there are viewers
@@ -97,8 +97,8 @@ def changes(before: DashboardState | None, after: DashboardState) -> dict[str, A
     for name in _NAMES:
         new = getattr(after, name)
         old = getattr(before, name) if before is not None else None
-        if isinstance(new, Growing):
-            part = _growth(old if isinstance(old, Growing) else None, new)
+        if isinstance(new, AppendOnlyList):
+            part = _growth(old if isinstance(old, AppendOnlyList) else None, new)
             if part is not None:
                 changed[name] = part
         elif new is not old and (before is None or new != old):
@@ -106,7 +106,7 @@ def changes(before: DashboardState | None, after: DashboardState) -> dict[str, A
     return changed
 
 
-def _growth(old: Growing[Any] | None, new: Growing[Any]) -> dict[str, Any] | None:
+def _growth(old: AppendOnlyList[Any] | None, new: AppendOnlyList[Any]) -> dict[str, Any] | None:
     if old is new:
         return None
     if old is None or old.epoch != new.epoch or old.end < new.first:

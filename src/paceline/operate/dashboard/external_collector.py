@@ -199,7 +199,7 @@ class NothingRecordedError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _RankRecording:
     """The recording of one rank in the file `path`, with times on the job's clock."""
 
     path: Path
@@ -248,7 +248,7 @@ def aggregate_directories(directories: Sequence[Path], verdict: StallNotice | No
     return aggregator
 
 
-def _recordings(directories: Sequence[Path]) -> dict[int, _Recorded]:
+def _recordings(directories: Sequence[Path]) -> dict[int, _RankRecording]:
     """Returns each rank's readable recording; if there are several, the one from the last attempt."""
     found: list[tuple[RecordingSource, bytes]] = []
     paths = (path for directory in directories for path in files_of_job(directory, f"*{SUFFIX}"))
@@ -263,7 +263,7 @@ def _recordings(directories: Sequence[Path]) -> dict[int, _Recorded]:
         update = follower.update()
         if update is not None:
             number = follower.rank if follower.rank is not None else _number_of(source.path)
-            recordings[number] = _Recorded(source.path, follower, update)
+            recordings[number] = _RankRecording(source.path, follower, update)
     return recordings
 
 
@@ -293,7 +293,7 @@ def _links(rank: int, update: RecordingUpdate) -> Iterator[LinkRate]:
         yield LinkRate(rank, -1, TCP, update.tcp_nbytes / span_s)
 
 
-def _sample(rank: int, recorded: _Recorded, was_stopped: bool) -> RankSample:
+def _sample(rank: int, recorded: _RankRecording, was_stopped: bool) -> RankSample:
     """Returns a rank's sample with all data from its recording."""
     update = recorded.update
     waits = [call for call in update.open_calls if not call.is_async]
@@ -315,7 +315,7 @@ def _sample(rank: int, recorded: _Recorded, was_stopped: bool) -> RankSample:
 def _facts(
     directory: Path,
     job: dict[str, Any],
-    recordings: Mapping[int, _Recorded],
+    recordings: Mapping[int, _RankRecording],
     ranks: tuple[RankSample, ...],
     now_s: float,
 ) -> JobInfo:

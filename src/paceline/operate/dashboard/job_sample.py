@@ -74,7 +74,7 @@ class RankStep:
 
 
 @dataclass(frozen=True)
-class CallTally:
+class CallStatistics:
     """Completed calls of one kind whose duration the engine had predicted.
 
     Attributes:
@@ -120,7 +120,7 @@ class RankSample:
     step: int | None = None
     steps: tuple[RankStep, ...] = ()
     values: tuple[tuple[int, str, float], ...] = ()
-    calls: tuple[CallTally, ...] = ()
+    calls: tuple[CallStatistics, ...] = ()
     pending: job_snapshot.RankState | None = None
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from paceline.comm.record import layout
 from paceline.comm.record.layout import DTYPES, OPERATIONS, EventKind
 from paceline.comm.schedule.algorithms import name_of
-from paceline.operate.dashboard.job_sample import BucketTiming, CallTally, RankStep
+from paceline.operate.dashboard.job_sample import BucketTiming, CallStatistics, RankStep
 from paceline.operate.diagnosis.recording import LinkRecord, link_of
 
 Interval = tuple[float, float]
@@ -335,7 +335,7 @@ class RecordingUpdate:
     shm_nbytes: int = 0
     tcp_nbytes: int = 0
     links: list[LinkRecord] = field(default_factory=list)
-    calls: list[CallTally] = field(default_factory=list)
+    calls: list[CallStatistics] = field(default_factory=list)
 
 
 class RecordingFollower:
@@ -442,7 +442,7 @@ class RecordingFollower:
                     kind = (entry[2], entry[3], entry[_COUNT_OF], entry[5])
                     calls, seconds, _ = took.get(kind, (0, 0.0, 0.0))
                     took[kind] = calls + 1, seconds + call.end_s - call.begin_s, predicted_s
-        update.calls = [_tally(kind, *totals) for kind, totals in took.items()]
+        update.calls = [_call_statistics(kind, *totals) for kind, totals in took.items()]
         for entry in open_entries:
             operation, dtype = OPERATIONS.get(entry[2], "a call"), DTYPES[entry[3]] if entry[3] < len(DTYPES) else ""
             arrived_s = self._time(entry[_ARRIVED])
@@ -515,9 +515,9 @@ class RecordingFollower:
         return self._read(offset, nbytes).split(b"\0", 1)[0].decode(errors="replace")
 
 
-def _tally(kind: tuple[int, ...], calls: int, took_s: float, predicted_s: float) -> CallTally:
+def _call_statistics(kind: tuple[int, ...], calls: int, took_s: float, predicted_s: float) -> CallStatistics:
     operation, dtype, count, algorithm = kind
     name = DTYPES[dtype] if dtype < len(DTYPES) else ""
-    return CallTally(
+    return CallStatistics(
         OPERATIONS.get(operation, "a call"), name, count, name_of(algorithm) or "", calls, took_s, predicted_s
     )

@@ -39,7 +39,7 @@ def span_of(matched: Sequence[Mapping[int, RankCall]]) -> float:
     return max(call.ended_s or 0.0 for call in matched[-1].values()) - first
 
 
-class Slip(Enum):
+class MismatchKind(Enum):
     """The way in which a rank's calls deviate from those of the other ranks."""
 
     SKIPPED = "skipped, or made later"  # a call that fails immediately does not show which of the two happened
@@ -58,7 +58,7 @@ class CallMismatch:
         sequence: the number of the first mismatched call in its group.
         strays: the ranks that deviate; all ranks if the deviating ones cannot be determined.
         regular: the ranks that do not deviate.
-        slip: the kind of deviation.
+        kind: the kind of deviation.
         theirs: the call made by the first stray rank.
         expected: the call made by the other ranks, or predicted from the history.
         step: the training step in which the call was made, or None.
@@ -68,7 +68,7 @@ class CallMismatch:
     sequence: int
     strays: tuple[int, ...]
     regular: tuple[int, ...]
-    slip: Slip
+    kind: MismatchKind
     theirs: CallSignature
     expected: CallSignature
     step: int | None = None
@@ -123,26 +123,26 @@ def _explain(number: int, histories: Mapping[int, Mapping[int, RankCall]]) -> Ca
     stray = next(rank for rank, call in sorted(made.items()) if call.header != usual)
     theirs, step = made[stray].header, made[stray].step
     if is_tie:
-        slip = Slip.OTHER_SHAPE if theirs.operation == usual.operation else Slip.OTHER_CALL
-        return CallMismatch(number, strays, (), slip, theirs, usual, step, is_guess=True)
+        kind = MismatchKind.OTHER_SHAPE if theirs.operation == usual.operation else MismatchKind.OTHER_CALL
+        return CallMismatch(number, strays, (), kind, theirs, usual, step, is_guess=True)
     regular = tuple(sorted(set(made) - set(strays)))
     expected = _following(histories[regular[0]], number)
     due = [*expected, *coming[len(expected) :]]
-    slip = _slip(_following(histories[stray], number), due, past)
-    if slip is Slip.SKIPPED_OR_TWICE and step is not None and number - 1 in histories[stray]:
-        slip = _by_step(histories[stray], number, due)
-    return CallMismatch(number, strays, regular, slip, theirs, usual, step)
+    kind = _mismatch_kind(_following(histories[stray], number), due, past)
+    if kind is MismatchKind.SKIPPED_OR_TWICE and step is not None and number - 1 in histories[stray]:
+        kind = _by_step(histories[stray], number, due)
+    return CallMismatch(number, strays, regular, kind, theirs, usual, step)
 
 
-def _by_step(own: Mapping[int, RankCall], number: int, expected: Sequence[CallSignature]) -> Slip:
+def _by_step(own: Mapping[int, RankCall], number: int, expected: Sequence[CallSignature]) -> MismatchKind:
     """Determines whether a rank skipped calls or made one twice, as far as the training steps show this."""
     call = own[number]
     if own[number - 1].step != call.step:
-        return Slip.SKIPPED
+        return MismatchKind.SKIPPED
     made = sum(1 for index, other in own.items() if other.step == call.step and index <= number)
     usual = Counter(Counter(other.step for other in own.values()).values()).most_common(1)[0][0]
     could_be_skipped = call.header in expected[1 : usual - made + 1]
-    return Slip.SKIPPED_OR_TWICE if could_be_skipped else Slip.TWICE
+    return MismatchKind.SKIPPED_OR_TWICE if could_be_skipped else MismatchKind.TWICE
 
 
 def _past(histories: Mapping[int, Mapping[int, RankCall]], number: int) -> list[CallSignature]:
@@ -174,25 +174,27 @@ def _usual(
     return (likely[0], False) if len(likely) == 1 else (usual, True)
 
 
-def _slip(theirs: Sequence[CallSignature], expected: Sequence[CallSignature], past: Sequence[CallSignature]) -> Slip:
+def _mismatch_kind(
+    theirs: Sequence[CallSignature], expected: Sequence[CallSignature], past: Sequence[CallSignature]
+) -> MismatchKind:
     """Classifies the deviation of a rank that made the calls `theirs` instead of `expected`, after `past`."""
     first = theirs[0]
     for length in range(2, min(len(theirs), len(expected)) + 1):
         if Counter(theirs[:length]) == Counter(expected[:length]):
-            return Slip.ORDER
+            return MismatchKind.ORDER
     could_be_twice = bool(past) and first == past[-1] and list(theirs[1:]) == list(expected[: len(theirs) - 1])
     could_be_skipped = any(
         list(theirs) == list(expected[left_out : left_out + len(theirs)]) for left_out in range(1, len(expected))
     )
     if could_be_twice and could_be_skipped:
-        return Slip.SKIPPED_OR_TWICE
+        return MismatchKind.SKIPPED_OR_TWICE
     if could_be_twice or could_be_skipped:
-        return Slip.TWICE if could_be_twice else Slip.SKIPPED
-    return Slip.OTHER_SHAPE if first.operation == expected[0].operation else Slip.OTHER_CALL
+        return MismatchKind.TWICE if could_be_twice else MismatchKind.SKIPPED
+    return MismatchKind.OTHER_SHAPE if first.operation == expected[0].operation else MismatchKind.OTHER_CALL
 
 
 @dataclass(frozen=True)
-class Miscount:
+class CallCountMismatch:
     """A step in which a rank made more or fewer calls than the other ranks, or than in its other steps."""
 
     rank: int
@@ -201,12 +203,12 @@ class Miscount:
     usual: int
 
     @property
-    def slip(self) -> Slip:
+    def kind(self) -> MismatchKind:
         """The kind of deviation: calls were skipped or made twice."""
-        return Slip.SKIPPED if self.made < self.usual else Slip.TWICE
+        return MismatchKind.SKIPPED if self.made < self.usual else MismatchKind.TWICE
 
 
-def miscount(calls: Mapping[int, Sequence[RankCall]]) -> Miscount | None:
+def call_count_mismatch(calls: Mapping[int, Sequence[RankCall]]) -> CallCountMismatch | None:
     """Returns the first step in which one rank made a different number of calls than the other ranks, or None.
 
     This detects a skipped call even if all calls look the same, unlike `difference`. Only complete steps are compared.
@@ -224,10 +226,10 @@ def miscount(calls: Mapping[int, Sequence[RankCall]]) -> Miscount | None:
         if len(common) > 1 and common[0][1] == common[1][1]:
             odd = [rank for rank in made if made[rank] != usual_of[rank]]
             if len(odd) == 1:
-                return Miscount(odd[0], step, made[odd[0]], usual_of[odd[0]])
+                return CallCountMismatch(odd[0], step, made[odd[0]], usual_of[odd[0]])
             continue
         stray = next(rank for rank, count in sorted(made.items()) if count != common[0][0])
-        return Miscount(stray, step, made[stray], common[0][0])
+        return CallCountMismatch(stray, step, made[stray], common[0][0])
     return None
 
 

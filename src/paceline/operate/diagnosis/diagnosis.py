@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.operate.diagnosis.call_history import CallMismatch, Miscount, Slip, difference, miscount
+from paceline.operate.diagnosis.call_history import (
+    CallCountMismatch,
+    CallMismatch,
+    MismatchKind,
+    call_count_mismatch,
+    difference,
+)
 from paceline.operate.diagnosis.finding import (
     Cause,
     Diagnosis,
@@ -52,12 +58,12 @@ _OWN_FAULTS = {
 }
 
 _CAUSE_OF_MISMATCH = {
-    Slip.SKIPPED: Cause.SKIPPED,
-    Slip.ORDER: Cause.ORDER,
-    Slip.TWICE: Cause.TWICE,
-    Slip.SKIPPED_OR_TWICE: Cause.SKIPPED_OR_TWICE,
-    Slip.OTHER_SHAPE: Cause.OTHER_SHAPE,
-    Slip.OTHER_CALL: Cause.OTHER_CALL,
+    MismatchKind.SKIPPED: Cause.SKIPPED,
+    MismatchKind.ORDER: Cause.ORDER,
+    MismatchKind.TWICE: Cause.TWICE,
+    MismatchKind.SKIPPED_OR_TWICE: Cause.SKIPPED_OR_TWICE,
+    MismatchKind.OTHER_SHAPE: Cause.OTHER_SHAPE,
+    MismatchKind.OTHER_CALL: Cause.OTHER_CALL,
 }
 
 
@@ -80,7 +86,7 @@ def diagnose_exit(rank: RankState, word: str = "rank") -> Diagnosis | None:
 
 
 @dataclass(frozen=True)
-class RankAbsence:
+class AbsenceReason:
     """The reason why a rank has not arrived at a call. `doing` completes a sentence that begins with "it"."""
 
     cause: Cause
@@ -88,32 +94,34 @@ class RankAbsence:
     is_fault: bool = True
 
 
-def _explain_absence(rank: RankState) -> RankAbsence:
+def _explain_absence(rank: RankState) -> AbsenceReason:
     if rank.ending is not None:
         cause = Cause.LEFT if _has_left(rank) else _OWN_FAULTS.get(rank.ending.manner)
-        return RankAbsence(cause or Cause.EXITED, f"has ended ({rank.ending.how})")
+        return AbsenceReason(cause or Cause.EXITED, f"has ended ({rank.ending.how})")
     process, place = rank.process, rank.place
     if process is not None and process.state is ProcessState.ENDED:
-        return RankAbsence(Cause.KILLED, "has ended")
+        return AbsenceReason(Cause.KILLED, "has ended")
     if process is not None and process.state in STILL:
         cause = Cause.SWAPPING if process.state is ProcessState.SWAPS else Cause.STOPPED
         remedy = " (`kill -CONT` resumes it)" if process.state is ProcessState.STOPPED else ""
         where = f" while it is {place}" if place is not None and (place.what or place.line) else ""
-        return RankAbsence(cause, f"{process.state.value}{remedy}{where}")
+        return AbsenceReason(cause, f"{process.state.value}{remedy}{where}")
     if place is None and process is None and rank.calls:
         last = max(rank.calls, key=lambda call: call.arrived_s)
-        return RankAbsence(Cause.USER_CODE, f"made no other call after {last}, and its stack is unknown")
+        return AbsenceReason(Cause.USER_CODE, f"made no other call after {last}, and its stack is unknown")
     if place is None and process is None:
-        return RankAbsence(Cause.UNKNOWN, "left no readable recording")
+        return AbsenceReason(Cause.UNKNOWN, "left no readable recording")
     where = f"is {place}" if place is not None else "is at an unknown location"
     if process is not None and process.reads_stdin:
         remedy = " (type it, or start the job with `< /dev/null` if it needs none)"
-        return RankAbsence(Cause.INPUT, f"waits for input{f' at {place.line}' if place and place.line else ''}{remedy}")
+        return AbsenceReason(
+            Cause.INPUT, f"waits for input{f' at {place.line}' if place and place.line else ''}{remedy}"
+        )
     if process is not None and process.is_busy_at(place or StackLocation()):
-        return RankAbsence(Cause.BUSY, f"{where} and is working ({_work(process, place)})", is_fault=False)
+        return AbsenceReason(Cause.BUSY, f"{where} and is working ({_work(process, place)})", is_fault=False)
     if place is not None and place.is_loader:
-        return RankAbsence(Cause.LOADER, where)
-    return RankAbsence(Cause.USER_CODE, where)
+        return AbsenceReason(Cause.LOADER, where)
+    return AbsenceReason(Cause.USER_CODE, where)
 
 
 def _work(process: ProcessActivity, place: StackLocation | None) -> str:
@@ -142,18 +150,18 @@ def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -
             f"{start}call {found.sequence} differs: {named(found.strays[:1], snapshot.word)} and the others called "
             f"{found.expected} and {found.theirs}, and it is not known which is correct"
         )
-        return Diagnosis(_CAUSE_OF_MISMATCH[found.slip], found.strays, sentence)
+        return Diagnosis(_CAUSE_OF_MISMATCH[found.kind], found.strays, sentence)
     due = f"where {named(found.regular, snapshot.word)} called {found.expected}{elsewhere}"
     does = {
-        Slip.SKIPPED: f"it skipped {found.expected}, or calls it later",
-        Slip.ORDER: "it makes its calls in a different order",
-        Slip.TWICE: f"it called {found.theirs} twice",
-        Slip.SKIPPED_OR_TWICE: f"it skipped {found.expected}, or called {found.theirs} twice",
-        Slip.OTHER_SHAPE: "the number or type of its elements differs",
-        Slip.OTHER_CALL: "it took a different path through the program",
-    }[found.slip]
+        MismatchKind.SKIPPED: f"it skipped {found.expected}, or calls it later",
+        MismatchKind.ORDER: "it makes its calls in a different order",
+        MismatchKind.TWICE: f"it called {found.theirs} twice",
+        MismatchKind.SKIPPED_OR_TWICE: f"it skipped {found.expected}, or called {found.theirs} twice",
+        MismatchKind.OTHER_SHAPE: "the number or type of its elements differs",
+        MismatchKind.OTHER_CALL: "it took a different path through the program",
+    }[found.kind]
     sentence = f"{start}{strays} called {found.theirs} as call {found.sequence}{where}, {due}: {does}"
-    return Diagnosis(_CAUSE_OF_MISMATCH[found.slip], found.strays, sentence)
+    return Diagnosis(_CAUSE_OF_MISMATCH[found.kind], found.strays, sentence)
 
 
 def _where(snapshot: JobSnapshot, ranks: Sequence[int], group: str, sequence: int) -> str:
@@ -201,8 +209,8 @@ def _mismatched(snapshot: JobSnapshot) -> Diagnosis | None:
         latest = [max((call.sequence for call in own if call.is_open), default=None) for own in histories.values()]
         numbers = [number for number in latest if number is not None]
         if numbers and (found := difference(histories, min(numbers))) is not None:
-            verdict, counted = _diagnose_mismatch(snapshot, group, found), miscount(histories)
-            if counted is None or found.slip in (Slip.OTHER_SHAPE, Slip.OTHER_CALL):
+            verdict, counted = _diagnose_mismatch(snapshot, group, found), call_count_mismatch(histories)
+            if counted is None or found.kind in (MismatchKind.OTHER_SHAPE, MismatchKind.OTHER_CALL):
                 return verdict
             sentence = f"{verdict.sentence.rpartition(':')[0]}: {_count(counted, snapshot.word)}"
             return Diagnosis(_cause_of(counted), (counted.rank,), sentence)
@@ -275,18 +283,18 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
 
 def _miscounted(snapshot: JobSnapshot, wait: CallWait) -> Diagnosis | None:
     """Finds a step with an unusual number of calls on one rank, in case mismatched calls look the same."""
-    found = miscount(_histories(snapshot, wait.call.group))
+    found = call_count_mismatch(_histories(snapshot, wait.call.group))
     if found is None:
         return None
     sentence = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; {_count(found, snapshot.word)}"
     return Diagnosis(_cause_of(found), (found.rank,), sentence)
 
 
-def _cause_of(found: Miscount) -> Cause:
-    return Cause.SKIPPED if found.slip is Slip.SKIPPED else Cause.TWICE
+def _cause_of(found: CallCountMismatch) -> Cause:
+    return Cause.SKIPPED if found.kind is MismatchKind.SKIPPED else Cause.TWICE
 
 
-def _count(found: Miscount, word: str) -> str:
+def _count(found: CallCountMismatch, word: str) -> str:
     more = "fewer" if found.made < found.usual else "more"
     by = abs(found.made - found.usual)
     return (

@@ -23,7 +23,7 @@ _FAILURES = "error.json"
 
 
 @dataclass(frozen=True)
-class JobRemnants:
+class PostmortemData:
     """The data that a job left in its directories.
 
     Attributes:
@@ -45,7 +45,7 @@ class JobRemnants:
     stall_ended: bool = False
 
 
-def read_job(*directories: str | os.PathLike[str]) -> JobRemnants:
+def read_job(*directories: str | os.PathLike[str]) -> PostmortemData:
     """Reads the data that a job left in its directories; each machine has one directory."""
     recordings = _latest([recording for directory in directories for recording in read_directory(directory)])
     stalls = [path for directory in directories for path in files_of_job(directory, _STALLS)]
@@ -74,10 +74,10 @@ def read_job(*directories: str | os.PathLike[str]) -> JobRemnants:
         snapshot = replace(stall, ranks=tuple(sorted((*stall.ranks, *unseen), key=lambda rank: rank.rank)))
         is_stall = True
     files = len(recordings) + len(machines) + len(endings)
-    return JobRemnants(snapshot, tuple(ranks), size, files, is_over, is_stall, is_stall and stall_ended)
+    return PostmortemData(snapshot, tuple(ranks), size, files, is_over, is_stall, is_stall and stall_ended)
 
 
-def verdict_on(job: JobRemnants) -> Diagnosis | None:
+def verdict_on(job: PostmortemData) -> Diagnosis | None:
     """Returns the diagnosis of a job's last known state, or None if no rank is waiting and none has failed.
 
     A stall is described in the present tense. If the job has ended since, the message says so, and a stall that was

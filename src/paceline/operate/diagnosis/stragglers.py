@@ -340,9 +340,9 @@ def _advantage(block: Sequence[float], column: int) -> float:
 def _is_correlated(series: Sequence[float]) -> bool:
     """Returns True if neighbors in a series are positively correlated beyond chance."""
     mean = fmean(series)
-    centred = [value - mean for value in series]
-    variance = sum(value * value for value in centred)
-    correlation = sum(one * next_one for one, next_one in itertools.pairwise(centred))
+    centered = [value - mean for value in series]
+    variance = sum(value * value for value in centered)
+    correlation = sum(one * next_one for one, next_one in itertools.pairwise(centered))
     return variance > 0 and correlation / variance > _CORRELATED / math.sqrt(len(series))
 
 

@@ -285,15 +285,15 @@ def capture_stacks(pids: Sequence[int], timeout_s: float = 1.0) -> dict[int, tup
     All signals are sent before the first response is awaited, so one unresponsive process does not delay the others.
     """
     files: dict[int, int] = {}
-    signalled = []
+    signaled = []
     try:
         for pid in pids:
             if (file := _open(pid)) is not None:
                 files[pid] = file
                 if _send_signal(pid, file):  # a process that is about to exit removes its handler
-                    signalled.append(pid)
+                    signaled.append(pid)
         deadline_s = time.monotonic() + timeout_s
-        found = {pid: frames for pid in signalled if (frames := _answer(files[pid], deadline_s))}
+        found = {pid: frames for pid in signaled if (frames := _answer(files[pid], deadline_s))}
         deadline_s = time.monotonic() + timeout_s
         for pid, frames in found.items():
             if is_in_a_thread(frames):

@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
     from paceline.operate.launch.option_types import OptionError
 
     if options.hosts:
-        from paceline.operate.launch.ssh.starter import run_on_hosts
+        from paceline.operate.launch.ssh.ssh_launcher import run_on_hosts
 
         return run_on_hosts(options)
     choose_security(options)
@@ -182,8 +182,8 @@ def _join(options: argparse.Namespace) -> int:
 def _check_settings(options: argparse.Namespace, job: Job) -> None:
     """Checks the variables that workers read, and warns about probable mistakes."""
     from paceline.operate.launch.flags import flags_after_script
-    from paceline.operate.launch.workers.environment import check_variables, misspelt
+    from paceline.operate.launch.workers.environment import check_variables, misspelled
 
     check_variables(job.rendezvous.address is not None)
-    for sentence in (*misspelt(), *flags_after_script(options.script, options.args)):
+    for sentence in (*misspelled(), *flags_after_script(options.script, options.args)):
         print(f"paceline: {sentence}", file=sys.stderr)

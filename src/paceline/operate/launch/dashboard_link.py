@@ -224,7 +224,7 @@ class LocalActivity:
         """Captures the stacks on a separate thread."""
         threading.Thread(target=self.take_stacks, name="paceline-stacks", daemon=True).start()
 
-    def sink(self, number: int, stream: int) -> _OutputTap:
+    def sink(self, number: int, stream: int) -> _DashboardSink:
         """Returns the sink for a worker's output stream."""
 
         def write(data: bytes) -> None:
@@ -233,7 +233,7 @@ class LocalActivity:
                 text = _ESCAPES.sub(b"", line).decode(errors="replace")[:_LONGEST_LINE]
                 self.notes.leave(Line(now_s, number, stream, text))
 
-        return _OutputTap(self, LinePrefixer(b"", write, _UPDATES_S))
+        return _DashboardSink(self, LinePrefixer(b"", write, _UPDATES_S))
 
     def set_observed(self, is_on: bool) -> None:
         """Starts or stops processing output as it arrives."""
@@ -263,7 +263,7 @@ class LocalActivity:
             self.notes.leave(WorkerGone(number, known.pid, how))
 
 
-class _OutputTap:
+class _DashboardSink:
     """Sink for one output stream."""
 
     def __init__(self, notes: LocalActivity, lines: LinePrefixer) -> None:

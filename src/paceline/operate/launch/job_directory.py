@@ -203,11 +203,11 @@ class Events:
 class RecordingMemory:
     """The memory that one worker records into. The launcher calls `release` after the worker has exited."""
 
-    def __init__(self, keeper: RecordingKeeper, path: Path | None) -> None:
+    def __init__(self, recordings: JobRecordings, path: Path | None) -> None:
         self.fd = linux.memfd_create(MEMORY_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
         os.truncate(self.fd, layout.NBYTES)
         fcntl.fcntl(self.fd, linux.F_ADD_SEALS, _SEALS)
-        self._keeper = keeper
+        self._recordings = recordings
         self._path = path
 
     @property
@@ -221,12 +221,12 @@ class RecordingMemory:
         if fd < 0:
             return
         if self._path is not None and os.pread(fd, 8, 0) == layout.MAGIC.to_bytes(8, "little"):
-            self._keeper.write_out(fd, self._path)
+            self._recordings.write_out(fd, self._path)
         else:
             os.close(fd)
 
 
-class RecordingKeeper:
+class JobRecordings:
     """The recordings of a job's workers on this machine."""
 
     def __init__(self, directory: Path | None) -> None:

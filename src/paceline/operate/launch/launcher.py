@@ -15,15 +15,15 @@ from paceline import __version__
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
 from paceline.operate.launch.dashboard_link import DashboardLink
 from paceline.operate.launch.job import Job
-from paceline.operate.launch.job_directory import Events, JobDirectory, RecordingKeeper
+from paceline.operate.launch.job_directory import Events, JobDirectory, JobRecordings
 from paceline.operate.launch.multinode.node_connection import NodeConnection
 from paceline.operate.launch.multinode.protocol import (
     AskStacks,
     DashboardUpdate,
     DashboardWatched,
     JobEnded,
+    JobMoved,
     JoinJob,
-    Moved,
     Order,
     RequestSnapshot,
     SnapshotReport,
@@ -65,7 +65,7 @@ class Launcher(ABC):
     """The launcher on one machine. Subclasses own the workers, and decide what happens after a worker ends."""
 
     word = "rank"  # noun for the workers' numbers in line prefixes
-    moved: Moved | None = None  # another job that this machine must join instead
+    moved: JobMoved | None = None  # another job that this machine must join instead
 
     def __init__(
         self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
@@ -82,7 +82,7 @@ class Launcher(ABC):
         self._console = Console(lambda: self._signals.has_come)
         self._say = self._console.say
         self._directory = JobDirectory(job)
-        self._keeper = RecordingKeeper(self._directory.path)
+        self._recordings = JobRecordings(self._directory.path)
         self._copies = CacheServer(None if job.rendezvous.address is None else connection.address)
         path = self._directory.path
         self._dashboard = DashboardLink(job, connection, secret is not None, path, self._say, self._watched)
@@ -107,7 +107,7 @@ class Launcher(ABC):
         self._watcher.close()
         self._close_workers()
         self._copies.close()
-        self._keeper.close()
+        self._recordings.close()
         self._selector.close()
         self._signals.close()
         self._dashboard.close()

@@ -1,6 +1,6 @@
 """Runs a function in several processes on this machine, from a script (`spawn`) or a notebook (`notebook_launch`).
 
-While the caller is waiting in `Spawned.join`, a watchdog diagnoses stalls and failures of the processes.
+While the caller is waiting in `ProcessContext.join`, a watchdog diagnoses stalls and failures of the processes.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
     stall_after: float = 15.0,
-) -> Spawned | None:
+) -> ProcessContext | None:
     """Calls `fn(rank, *args)` in `nprocs` processes, where `init_process_group()` does not need any arguments.
 
     Args:
         fn: The function to call. It must be in an importable module, except with start_method="fork".
         args: Additional arguments for the function.
         nprocs: The number of processes.
-        join: Whether to wait for the processes. If False, returns a `Spawned`, whose method `join` waits.
+        join: Whether to wait for the processes. If False, returns a `ProcessContext`, whose method `join` waits.
         daemon: Whether the processes are terminated when this process exits normally. (They always are when this
             process is killed.)
         start_method: "spawn", "forkserver" or "fork". Forks use a single thread each for computations.
@@ -112,7 +112,7 @@ def spawn(
         processes.append(process)
         failures.append(receiving)
     watch = SpawnWatchdog(processes, started_ns, recordings, stall_after)
-    spawned = Spawned(processes, failures, store, directory, watch)
+    spawned = ProcessContext(processes, failures, store, directory, watch)
     if not join:
         return spawned
     spawned.join()
@@ -162,7 +162,7 @@ def notebook_launch(
         raise
 
 
-class Spawned:
+class ProcessContext:
     """The processes started by `spawn(..., join=False)`."""
 
     def __init__(

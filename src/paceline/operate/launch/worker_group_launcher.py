@@ -31,19 +31,19 @@ from paceline.operate.launch.multinode.node_connection import (
     host_to_serve_on,
 )
 from paceline.operate.launch.multinode.protocol import (
-    Failed,
     JobEnded,
-    Leave,
-    Moved,
+    JobMoved,
+    NodeStopped,
     Order,
     SnapshotReport,
     Start,
     Stop,
-    Stopped,
+    WorkerFailed,
     WorkersFinished,
+    WorkersStopped,
 )
 from paceline.operate.launch.multinode.remote_client import connect_client
-from paceline.operate.launch.multinode.server import MeetingServer
+from paceline.operate.launch.multinode.server import RendezvousServer
 from paceline.operate.launch.shared_secret import SlurmSecret, secret_of
 from paceline.operate.launch.watchdog import ending_of, final_snapshot
 from paceline.operate.launch.workers.cleanup import Cleanup
@@ -111,9 +111,9 @@ def _run(job: Job, listener: ListeningEndpoint | None, secret: bytes | None, cle
 
 def _take_part(
     job: Job, listener: ListeningEndpoint | None, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
-) -> tuple[int, Moved | None]:
+) -> tuple[int, JobMoved | None]:
     """Runs this machine's part of the job; returns the exit code, and the job to join instead (if any)."""
-    connection = open_meeting(job, secret, Console().say, listener)
+    connection = open_rendezvous(job, secret, Console().say, listener)
     try:
         if job.one_port is not None:
             require_port(connection.address, secret)
@@ -233,7 +233,7 @@ class WorkerGroupLauncher(Launcher):
             gpus=self._machine.gpus,
             logs=self._logs,
             keyboard=self._keyboard,
-            keeper=self._keeper,
+            recordings=self._recordings,
         )
         self._generation = start_workers(
             self._job,
@@ -301,7 +301,7 @@ class WorkerGroupLauncher(Launcher):
         if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:
             self._stop(signal.SIGINT)
         if self._stopped_by is None:
-            self._connection.client.send(Failed(start.generation, failure))
+            self._connection.client.send(WorkerFailed(start.generation, failure))
 
     def _on_generation_over(self, generation: WorkerGroup) -> None:
         number, failures = generation.number, tuple(generation.failures)
@@ -313,10 +313,10 @@ class WorkerGroupLauncher(Launcher):
         self._dashboard.record_exits()
         self._close_workers()
         if self._stopped_by is not None:
-            self._connection.client.send(Leave(self._stopped_by.name))
+            self._connection.client.send(NodeStopped(self._stopped_by.name))
         elif failures or self._was_told_to_stop:
             port, store_port = self._ports()
-            self._connection.client.send(Stopped(number, port, shortened(failures), store_port))
+            self._connection.client.send(WorkersStopped(number, port, shortened(failures), store_port))
         else:
             self._connection.client.send(WorkersFinished(number))
 
@@ -340,7 +340,7 @@ class WorkerGroupLauncher(Launcher):
         self._stopped_by = number
         self._watcher.pause()
         if self._generation is None:
-            self._connection.client.send(Leave(number.name))
+            self._connection.client.send(NodeStopped(number.name))
             return
         running = self._generation.pids()
         if running:
@@ -353,7 +353,7 @@ class WorkerGroupLauncher(Launcher):
         self._generation.end(number)
 
 
-def open_meeting(
+def open_rendezvous(
     job: Job, secret: bytes | None, say: Callable[[str], None], listener: ListeningEndpoint | None = None
 ) -> NodeConnection:
     """Connects this machine to the rendezvous.
@@ -388,7 +388,7 @@ def open_meeting(
 
         return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), controller)
     if listener is not None and controller is not None:
-        server = MeetingServer(
+        server = RendezvousServer(
             listener, secret, DashboardRelay(DiagnosisCollector(controller)), options.silence_s, bears_starvation=True
         )
         address = server.address
@@ -424,7 +424,7 @@ def _policy(job: Job) -> MembershipPolicy:
         join_timeout_s=options.join_timeout_s,
         port=job.port,
         return_timeout_s=options.return_timeout_s,
-        meeting_first=job.one_port is not None,
+        rendezvous_host_first=job.one_port is not None,
     )
 
 

@@ -223,7 +223,7 @@ class FileBarrier:
         """Sends a signal to the other ranks."""
         (self._directory / f"{word}.{self._rank}").touch()
 
-    def all_signalled(self, word: str) -> bool:
+    def all_signaled(self, word: str) -> bool:
         """Returns True if all ranks have sent the signal."""
         return all((self._directory / f"{word}.{rank}").exists() for rank in range(self.ranks))
 
@@ -231,7 +231,7 @@ class FileBarrier:
         """Sends a signal and waits until all ranks have sent it; returns False on timeout."""
         self.signal(word)
         deadline = time.monotonic() + timeout_s
-        while not self.all_signalled(word):
+        while not self.all_signaled(word):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_PAUSE_S)
@@ -270,8 +270,8 @@ def main(words: Sequence[str]) -> None:
     for name in (STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE):
         os.environ.pop(name, None)
     os.environ.update(world_of_one(len(here)))
-    meeting = FileBarrier(Path(settings.directory), here.index(rank), together)
-    measurement = _Measurement(settings, links, [script, *arguments], meeting, is_first=rank == 0)
+    barrier = FileBarrier(Path(settings.directory), here.index(rank), together)
+    measurement = _Measurement(settings, links, [script, *arguments], barrier, is_first=rank == 0)
     watch = StepWatch(measurement.after_step)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
@@ -300,24 +300,24 @@ class _Measurement:
     """Stops the script once all ranks that run at the same time have measured enough steps."""
 
     def __init__(
-        self, settings: MeasureSettings, links: Links, command: Sequence[str], meeting: FileBarrier, *, is_first: bool
+        self, settings: MeasureSettings, links: Links, command: Sequence[str], barrier: FileBarrier, *, is_first: bool
     ) -> None:
         self._settings = settings
         self._links = links
         self._command = command
-        self._meeting = meeting
+        self._barrier = barrier
         self._is_first = is_first
         self._written = False
 
     def after_step(self, watch: StepWatch) -> None:
         """Writes the calibration after the last measured step; exits if all ranks are done or this one is far ahead."""
         done, needed = len(watch.steps), LEFT_OUT + self._settings.steps
-        if done == 1 and not self._meeting.signal_and_wait("begun", _LATEST_S):
+        if done == 1 and not self._barrier.signal_and_wait("begun", _LATEST_S):
             print("paceline plan: not all ranks of this machine train yet; this one continues", file=sys.stderr)
         if done == needed:
             self._write(watch)
-            self._meeting.signal("measured")
-        if done >= needed and (self._meeting.all_signalled("measured") or done >= needed * _MOST_EXTRA_STEPS):
+            self._barrier.signal("measured")
+        if done >= needed and (self._barrier.all_signaled("measured") or done >= needed * _MOST_EXTRA_STEPS):
             _exit_now()
 
     def finish(self, watch: StepWatch) -> None:
@@ -331,11 +331,11 @@ class _Measurement:
                 self._write(watch)
             except TooFewStepsError as error:
                 raise SystemExit(f"paceline plan: {' '.join(self._command)}: {error}") from None
-        self._meeting.signal("measured")
+        self._barrier.signal("measured")
 
     def _write(self, watch: StepWatch) -> None:
         self._written = True
-        calibration = calibration_of(watch, self._links, self._command, self._meeting.ranks)
+        calibration = calibration_of(watch, self._links, self._command, self._barrier.ranks)
         if self._is_first:
             whole = Path(f"{self._settings.output}.part")
             whole.write_bytes(encode(calibration))

@@ -101,17 +101,17 @@ def step_bars(predictions: Sequence[JobPrediction]) -> str:
     for row, job in enumerate(predictions):
         top, left = _TOP + 34 * row, float(_LEFT)
         drawn.append(_text(_LEFT - 8, top + 16, str(job.nodes), "end"))
-        for (colour, name), seconds in zip(PARTS, _parts(job), strict=True):
+        for (color, name), seconds in zip(PARTS, _parts(job), strict=True):
             width = room * seconds / longest
             drawn.append(
-                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="22" fill="var(--{colour})">'
+                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="22" fill="var(--{color})">'
                 f"<title>{name}: {format_seconds(seconds)}</title></rect>"
             )
             left += width
         drawn.append(_text(left + 6, top + 16, format_seconds(job.step.seconds)))
     x = float(_LEFT)
-    for colour, name in PARTS:
-        drawn.append(f'<rect x="{x:.0f}" y="{height - 20}" width="10" height="10" fill="var(--{colour})"/>')
+    for color, name in PARTS:
+        drawn.append(f'<rect x="{x:.0f}" y="{height - 20}" width="10" height="10" fill="var(--{color})"/>')
         drawn.append(_text(x + 14, height - 11, name))
         x += 24 + 6.6 * len(name)
     return _svg(height, "the parts of a step, by the number of nodes", drawn)

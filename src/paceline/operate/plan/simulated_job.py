@@ -15,14 +15,11 @@ from random import Random
 from paceline.train.elastic.coordinator.coordinator import Coordinator
 from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
 from paceline.train.elastic.protocol import (
-    Broken,
     CaughtUp,
     CoordinatorOrders,
-    Dismissed,
     EndOrder,
+    ExitRequest,
     FromWorker,
-    Installed,
-    Ready,
     SendOrder,
     StartOrder,
     StateTransfer,
@@ -30,6 +27,9 @@ from paceline.train.elastic.protocol import (
     TransferOffer,
     TransferReady,
     View,
+    ViewFailed,
+    ViewInstalled,
+    WorkerReady,
 )
 
 HOUR_S = 3600.0
@@ -52,7 +52,7 @@ class EventTimes:
         silence_s: the time until a machine that failed without closing its connections is declared lost.
         message_s: the latency of a message between a worker and the coordinator.
         forming_s: the time that a member takes to leave its old group and prepare that of a new view.
-        meeting_s: the time from the preparation of a new view's group until its members are connected; 0 for one
+        rendezvous_s: the time from the preparation of a new view's group until its members are connected; 0 for one
             member.
         starting_s: the time until a worker's replacement on the same machine is ready, if it uses a spare interpreter.
         repair_s: the time until another machine replaces a lost one.
@@ -68,7 +68,7 @@ class EventTimes:
     silence_s: float = 2.0
     message_s: float = 0.001
     forming_s: float = 0.03
-    meeting_s: float = 0.05
+    rendezvous_s: float = 0.05
     starting_s: float = 0.3
     repair_s: float = 600.0
     copying_s: float = 1.0
@@ -134,7 +134,7 @@ class SimulatedWorker:
         """Handles the start of the training loop."""
         if self.state == "starting":
             self.state = "ready"
-            self.job.send(self, Ready("", learns=True))
+            self.job.send(self, WorkerReady("", learns=True))
 
     def receive(self, message: ToWorker) -> None:
         """Handles a message from the coordinator."""
@@ -147,7 +147,7 @@ class SimulatedWorker:
                 self.transfers.append(message)
         elif isinstance(message, TransferOffer):
             self._fetch_state(message)
-        elif isinstance(message, Dismissed):
+        elif isinstance(message, ExitRequest):
             self.job.end_worker(self, message.code)
 
     def _receive_view(self, view: View) -> None:
@@ -163,7 +163,7 @@ class SimulatedWorker:
             self.job.end_worker(self, 75)
         elif self.group is not None and not view.is_planned:
             # The view that this worker was about to join is obsolete, so it announces itself again.
-            self.job.send(self, Broken(self.group.view.generation, self.job.steps, "there is a later view"))
+            self.job.send(self, ViewFailed(self.group.view.generation, self.job.steps, "there is a later view"))
             self.state, self.group = "caught up", None
             self.job.send(self, CaughtUp(self.job.steps))
 
@@ -210,14 +210,14 @@ class SimulatedView:
         self.arrived[worker.uid] = worker
         if not self.is_closed and len(self.arrived) == len(self.view.members):
             times = self.job.times
-            self.job.after(times.forming_s + (times.meeting_s if len(self.arrived) > 1 else 0.0), self._formed)
+            self.job.after(times.forming_s + (times.rendezvous_s if len(self.arrived) > 1 else 0.0), self._formed)
 
     def _formed(self) -> None:
         if self.is_closed:
             return
         for worker in self.arrived.values():
             worker.state, worker.trains = "working", True
-            self.job.send(worker, Installed(self.view.generation, self.job.steps))
+            self.job.send(worker, ViewInstalled(self.view.generation, self.job.steps))
         if self.planned is None and not self.view.must_wait:
             self.begin_step()
         elif self.planned is not None:
@@ -265,7 +265,7 @@ class SimulatedView:
         for worker in self.arrived.values():
             if worker.group is self and worker.state in ("forming", "working"):
                 worker.state = "broken"
-                self.job.send(worker, Broken(self.view.generation, self.job.steps, "a peer is gone"))
+                self.job.send(worker, ViewFailed(self.view.generation, self.job.steps, "a peer is gone"))
 
 
 @dataclass

@@ -37,7 +37,7 @@ _FOREIGN = "foreign:"  # prefixed to the path of a checkpoint from another libra
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """The result of loading a checkpoint.
 
     Attributes:
@@ -116,14 +116,14 @@ def _found(where: str | os.PathLike[str]) -> str:
         return checkpoint.describe()
 
 
-def load_from(state: TrainingState, where: str, channel: CollectiveChannel, *, strict: bool = True) -> Loaded:
+def load_from(state: TrainingState, where: str, channel: CollectiveChannel, *, strict: bool = True) -> LoadResult:
     """Loads the checkpoint whose path or address is `where`, which must be the same on every rank."""
     return load_by(state, lambda: open_checkpoint(where), channel, strict=strict)
 
 
 def load_by(
     state: TrainingState, opener: Callable[[], Checkpoint], channel: CollectiveChannel, *, strict: bool = True
-) -> Loaded:
+) -> LoadResult:
     """Loads the checkpoint that `opener` opens, which must be the same on every rank."""
     with ExitStack() as closing:
         opened: list[Checkpoint] = []
@@ -138,7 +138,7 @@ def load_by(
 
 def load_spread(
     state: TrainingState, root: Root, spread: SpreadCheckpoint, channel: CollectiveChannel, *, strict: bool = True
-) -> Loaded:
+) -> LoadResult:
     """Loads a checkpoint whose files are on the disks of several hosts."""
     with open_spread(root, spread, channel) as checkpoint:
         return _load_opened(
@@ -152,7 +152,7 @@ def _load_opened(
     channel: CollectiveChannel,
     strict: bool,
     read: Callable[[LoadPlan, CollectiveChannel], None],
-) -> Loaded:
+) -> LoadResult:
     numberings = agreed_numberings(state, channel)
     plan = LoadPlan(checkpoint, channel.rank)
     with ExitStack() as contexts:
@@ -164,12 +164,12 @@ def _load_opened(
         results_of_all(request, channel)
         read(plan, channel)
         plan.finish()
-    return Loaded(checkpoint.manifest.step, checkpoint.nbytes_read)
+    return LoadResult(checkpoint.manifest.step, checkpoint.nbytes_read)
 
 
 def load_newest(
     state: TrainingState, root: Root, disks: Disks | None, channel: CollectiveChannel
-) -> tuple[Loaded, Mapping[str, str]] | None:
+) -> tuple[LoadResult, Mapping[str, str]] | None:
     """Loads the newest undamaged checkpoint into `state`.
 
     Args:

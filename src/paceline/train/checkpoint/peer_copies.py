@@ -18,7 +18,7 @@ import msgspec
 from paceline.comm.engine.formation import host_id
 from paceline.errors import CheckpointDamagedError, CheckpointError, PacelineError
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
-from paceline.train.checkpoint.load import Loaded, load_by
+from paceline.train.checkpoint.load import LoadResult, load_by
 from paceline.train.checkpoint.peer_memory.client import CacheClient, dial
 from paceline.train.checkpoint.peer_memory.protocol import Inventory
 from paceline.train.checkpoint.peer_memory.replicate import (
@@ -47,7 +47,7 @@ _UNREACHABLE = (OSError, ValueError, PacelineError)
 
 
 @dataclass(frozen=True)
-class _Introduction:
+class _ReplicationReport:
     """A rank's report to the others before a replication.
 
     Attributes:
@@ -93,16 +93,15 @@ class PeerCopies:
             The function, or None if a rank cannot reach its launcher.
         """
         everyone = [
-            msgspec.json.decode(data, type=_Introduction) for data in results_of_all(self._introduction, channel)
+            msgspec.json.decode(data, type=_ReplicationReport)
+            for data in results_of_all(self._replication_report, channel)
         ]
-        locations = [introduction.location for introduction in everyone if introduction.location is not None]
+        locations = [report.location for report in everyone if report.location is not None]
         if len(locations) < len(everyone):
-            rank, absent = next(
-                (rank, introduction) for rank, introduction in enumerate(everyone) if introduction.location is None
-            )
+            rank, absent = next((rank, report) for rank, report in enumerate(everyone) if report.location is None)
             self._warn(f"rank {rank}: {absent.why}", channel)
             return None
-        wholes = [introduction.whole for introduction in everyone if introduction.whole is not None]
+        wholes = [report.whole for report in everyone if report.whole is not None]
         _, *others = targets(locations, channel.rank, self._count)
         replication = Replication(
             root=everyone[0].root,
@@ -131,7 +130,7 @@ class PeerCopies:
         else:
             self._whole = replication.draft.sequence, replication.draft.token
 
-    def _introduction(self) -> bytes:
+    def _replication_report(self) -> bytes:
         why = f"{VARIABLE} is not set"
         if self._location is None and self._own:
             try:
@@ -140,7 +139,7 @@ class PeerCopies:
                 self._location = CacheLocation(answer.vault, host_id(), answer.address)
             except _UNREACHABLE as error:
                 why = str(error)
-        return msgspec.json.encode(_Introduction(self._path, self._location, self._whole, why))
+        return msgspec.json.encode(_ReplicationReport(self._path, self._location, self._whole, why))
 
     def _warn(self, why: str, channel: CollectiveChannel) -> None:
         if not self._has_warned and channel.rank == 0:
@@ -152,7 +151,7 @@ class PeerCopies:
 
     def restore(
         self, state: TrainingState, channel: CollectiveChannel, newest_on_disk: Callable[[], int]
-    ) -> Loaded | None:
+    ) -> LoadResult | None:
         """Loads the newest complete checkpoint in memory, unless the disk has a newer one; every rank calls this.
 
         Args:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.captured_state import LocalRegion, flat
-from paceline.train.checkpoint.format.regions import Box, Flat, Region, blocks, moved, simplified, whole
+from paceline.train.checkpoint.format.regions import Flat, Region, TensorBlock, blocks, moved, simplified, whole
 from paceline.train.checkpoint.pytree import name_of
 from paceline.train.logical_shards.logical_shards import LogicalShards
 from paceline.train.pipeline.pipeline import Pipeline, index_in_model
@@ -73,9 +73,9 @@ def parts_of_run(
     >>> [part.region for part in parts_of_run([2, 3], [3, 1], 1, 5)]
     [Flat(start=1, stop=5)]
     >>> [part.region for part in parts_of_run([2, 3], [1, 2], 1, 4)]
-    [Box(offset=(1, 0), shape=(1, 1)), Box(offset=(0, 1), shape=(2, 1))]
+    [TensorBlock(offset=(1, 0), shape=(1, 1)), TensorBlock(offset=(0, 1), shape=(2, 1))]
     >>> [part.region for part in parts_of_run([2, 3], [3, 1], 0, 3, begin=[4, 6])]
-    [Box(offset=(4, 6), shape=(1, 3))]
+    [TensorBlock(offset=(4, 6), shape=(1, 3))]
     """
     dims = sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1, dim))
     lengths = [shape[dim] for dim in dims]
@@ -87,8 +87,8 @@ def parts_of_run(
     parts = []
     for block in blocks(lengths, start, stop):
         first = sum(index * step for index, step in zip(block.offset, expected, strict=True)) - start
-        box = Box(tuple(block.offset[axis] for axis in order), tuple(block.shape[axis] for axis in order))
-        region = box if begin is None else moved(box, begin)
+        permuted = TensorBlock(tuple(block.offset[axis] for axis in order), tuple(block.shape[axis] for axis in order))
+        region = permuted if begin is None else moved(permuted, begin)
         parts.append(RunPart(first, first + prod(block.shape), region, block.shape, order))
     return parts
 
@@ -202,7 +202,7 @@ class ShardLayout:
 def _region_of(weight_slice: WeightSlice) -> Region:
     shape, dim = weight_slice.shape, weight_slice.dim
     extent = (*shape[:dim], weight_slice.stop - weight_slice.start, *shape[dim + 1 :])
-    return simplified(Box(_offset_of(weight_slice), extent), shape)
+    return simplified(TensorBlock(_offset_of(weight_slice), extent), shape)
 
 
 def _offset_of(weight_slice: WeightSlice) -> tuple[int, ...]:

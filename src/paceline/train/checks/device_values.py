@@ -44,7 +44,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class LabelledNorms:
+class LabeledNorms:
     """Maximum norms of tensors on one device. A norm is NaN or infinite if its tensor contains NaN or infinity.
 
     Attributes:
@@ -81,9 +81,9 @@ class DeviceNorms:
             self._labels.setdefault(device, []).extend((role, position) for position in found_positions)
             self._norms.setdefault(device, []).append(norms)
 
-    def enqueue_copies(self) -> list[LabelledNorms]:
+    def enqueue_copies(self) -> list[LabeledNorms]:
         """Enqueues one copy to the host per device, and clears the norms collected so far."""
-        copies = [LabelledNorms(self._labels[at], HostCopy(torch.cat(norms))) for at, norms in self._norms.items()]
+        copies = [LabeledNorms(self._labels[at], HostCopy(torch.cat(norms))) for at, norms in self._norms.items()]
         self.clear()
         return copies
 

@@ -28,7 +28,7 @@ from paceline.comm.engine.channel import DTYPE_CODES
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.layout import EventKind
 from paceline.comm.record.spans import note_event
-from paceline.train.checks.device_values import DeviceNorms, HostCopy, LabelledNorms
+from paceline.train.checks.device_values import DeviceNorms, HostCopy, LabeledNorms
 from paceline.train.checks.optimizer_steps import OPTIMIZER_STEPS, CheckInterval, StepClock
 
 
@@ -197,7 +197,7 @@ class DeviceOutcome:
         copies: the norms on each device, labeled with a tensor's role and position.
     """
 
-    def __init__(self, step: int, copies: Sequence[LabelledNorms]) -> None:
+    def __init__(self, step: int, copies: Sequence[LabeledNorms]) -> None:
         self.step = step
         self.is_applied = False  # whether an optimizer has applied the averages
         self._copies = copies

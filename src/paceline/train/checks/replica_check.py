@@ -233,7 +233,7 @@ _SHARE = 0.001  # the maximum share of the training time that checks may take
 
 
 @dataclass(frozen=True)
-class _Gathered:
+class _CheckResults:
     """The results of one check on all ranks: the digests of each part, the maximum cost, and the shortest step."""
 
     parts: dict[str, list[RankDigests]]
@@ -323,7 +323,7 @@ class ReplicaCheck:
             "values of the optimizer": optimizers_part(optimizers, params, on_devices),
         }
 
-    def _judge(self, step: int, parts: Mapping[str, StateDigests], gathered: _Gathered) -> None:
+    def _judge(self, step: int, parts: Mapping[str, StateDigests], gathered: _CheckResults) -> None:
         sides = {
             part: found for part, digests in gathered.parts.items() if (found := compare_digests(digests)) is not None
         }
@@ -413,7 +413,7 @@ def check_replicas(
 
 def gather_digests(
     parts: Mapping[str, StateDigests], group: ProcessGroup, cost_s: float = 0.0, step_s: float = 0.0
-) -> _Gathered:
+) -> _CheckResults:
     """Gathers the digests of all parts, the cost of the check and the step duration from all ranks."""
     digests = [part.digests() for part in parts.values()]
     times = torch.tensor([cost_s, step_s], dtype=torch.float64, device="cpu").view(torch.int64)
@@ -427,11 +427,11 @@ def gather_digests(
         part: [RankDigests(shape, total) for shape, total in gathered[:, first : first + 2].tolist()]
         for first, part in zip(range(2, len(mine), 2), parts, strict=True)
     }
-    return _Gathered(by_part, float(costs[:, 0].max()), float(costs[:, 1].min()))
+    return _CheckResults(by_part, float(costs[:, 0].max()), float(costs[:, 1].min()))
 
 
 def find_differences(
-    gathered: _Gathered, parts: Mapping[str, StateDigests], group: ProcessGroup
+    gathered: _CheckResults, parts: Mapping[str, StateDigests], group: ProcessGroup
 ) -> list[ReplicaDifference]:
     """Returns the parts that differ; a collective, called on all ranks after `gather_digests`."""
     differences = []

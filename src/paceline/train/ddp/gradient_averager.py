@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, record_current
-from paceline.comm.engine.channel import QUANTISED_TYPES, ReduceOp
+from paceline.comm.engine.channel import QUANTIZED_TYPES, ReduceOp
 from paceline.comm.group.compression import Wire, WireKind, checked_kind
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
@@ -492,12 +492,12 @@ def choose_wire(
             f"wire={wire!r} was given with {given[0]}, which determines how gradients are sent; pass one of them"
         )
     chosen = group.wire if wire is None else checked_kind(wire)
-    unfit = [name for name, param in params.items() if param.dtype not in QUANTISED_TYPES or not param.is_cpu]
+    unfit = [name for name, param in params.items() if param.dtype not in QUANTIZED_TYPES or not param.is_cpu]
     if wire is None:
         return (None if given or unfit else chosen), None
     if not unfit:
         return chosen, None
-    param, types = params[unfit[0]], ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTISED_TYPES)
+    param, types = params[unfit[0]], ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTIZED_TYPES)
     return chosen, TypeError(
         f"wire={wire!r}: the parameter {unfit[0]!r} is of {param.dtype} on {param.device}; only gradients of {types} "
         "on the CPU are rounded. Convert the module, or leave wire out"

@@ -130,13 +130,13 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
     part = -(-count // (size * state.block_size)) * state.block_size
     padded = gradient.new_zeros(size * part, dtype=torch.float32)
     padded[:count] = gradient
-    quantised, scales = _quantise(padded, state.lost, state, index)
+    quantized, scales = _quantize(padded, state.lost, state, index)
 
     parts = [torch.empty(part, dtype=torch.int8, device=gradient.device) for _ in range(size)]
     their_scales = [torch.empty(part // state.block_size, device=gradient.device) for _ in range(size)]
     work = group.all_to_all(
         [_bytes(q, s) for q, s in zip(parts, their_scales, strict=True)],
-        [_bytes(q, s) for q, s in zip(quantised.view(size, -1), scales.view(size, -1), strict=True)],
+        [_bytes(q, s) for q, s in zip(quantized.view(size, -1), scales.view(size, -1), strict=True)],
         async_op=True,
     )
 
@@ -144,7 +144,7 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
         done.value()
         total = sum(_restore(q, s) for q, s in zip(parts, their_scales, strict=True))
         assert isinstance(total, torch.Tensor)
-        mine, my_scales = _quantise(total / size, state.lost_of_average, state, index)
+        mine, my_scales = _quantize(total / size, state.lost_of_average, state, index)
         group.all_gather([_bytes(q, s) for q, s in zip(parts, their_scales, strict=True)], _bytes(mine, my_scales))
         whole = torch.cat([_restore(q, s) for q, s in zip(parts, their_scales, strict=True)])
         return whole[:count].to(gradient.dtype)
@@ -152,7 +152,7 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
     return future_of(work).then(average_part)
 
 
-def _quantise(
+def _quantize(
     values: torch.Tensor, lost: dict[int, torch.Tensor], state: Int8State, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds values to 8-bit integers with one scale per block; stores the rounding errors in `lost`."""
@@ -161,21 +161,21 @@ def _quantise(
     blocks = values.view(-1, state.block_size)
     scales = blocks.abs().amax(1) / _LEVELS
     levels = blocks / torch.where(scales > 0, scales, 1).unsqueeze(1)
-    quantised = levels.round().nan_to_num(_LEVELS, _LEVELS, -_LEVELS).to(torch.int8).view(-1)
+    quantized = levels.round().nan_to_num(_LEVELS, _LEVELS, -_LEVELS).to(torch.int8).view(-1)
     # With an infinite scale, some elements of the block would be infinite and others NaN.
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     if state.use_error_feedback:
-        lost[index] = (values - _restore(quantised, scales)).nan_to_num_(0, 0, 0)
-    return quantised, scales
+        lost[index] = (values - _restore(quantized, scales)).nan_to_num_(0, 0, 0)
+    return quantized, scales
 
 
-def _restore(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return (quantised.view(len(scales), -1) * scales.unsqueeze(1)).view(-1)
+def _restore(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (quantized.view(len(scales), -1) * scales.unsqueeze(1)).view(-1)
 
 
-def _bytes(quantised: torch.Tensor, scales: torch.Tensor) -> list[torch.Tensor]:
+def _bytes(quantized: torch.Tensor, scales: torch.Tensor) -> list[torch.Tensor]:
     """Returns integers and scales as uint8 views, so that one call can send both."""
-    return [quantised.view(torch.uint8), scales.view(torch.uint8)]
+    return [quantized.view(torch.uint8), scales.view(torch.uint8)]
 
 
 @dataclass

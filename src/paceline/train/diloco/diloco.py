@@ -17,7 +17,7 @@ from paceline.comm.group.default import given_or_default
 from paceline.comm.group.init import new_group
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.spans import STEPS
-from paceline.train.diloco.exchange_timetable import BeginExchange, ExchangeInterval, ExchangeTimetable
+from paceline.train.diloco.exchange_scheduler import BeginExchange, ExchangeInterval, ExchangeScheduler
 from paceline.train.diloco.exchanges import BackgroundExchanges, ExchangeResult, Exchanges, NoExchanges, OuterAverager
 from paceline.train.diloco.outer_parameters import ExchangeContent, OuterParameters, other_buffers
 from paceline.train.shared_model.shared_model_optimizer import SharedModelOptimizer
@@ -215,7 +215,7 @@ class DiLoCo:
         }
         problem = None if wrong is None else ValueError(f"rank {group.me.rank}: {wrong}")
         synchronize_parameters(model, [{"params": params}], compared, group, problem)
-        self._timetable = ExchangeTimetable(rhythm)
+        self._scheduler = ExchangeScheduler(rhythm)
         self.outer_module = OuterParameters(params, fragments)
         self.content = ExchangeContent(model, self.outer_module, fragments)
         replace_parameters(outer, self.outer_module.pairs())
@@ -231,12 +231,12 @@ class DiLoCo:
     @property
     def rhythm(self) -> ExchangeInterval:
         """The frequency and delay of exchanges."""
-        return self._timetable.rhythm
+        return self._scheduler.rhythm
 
     @property
     def steps(self) -> int:
         """The number of completed inner steps. A late rank adopts the step count of the other ranks."""
-        return self._timetable.steps
+        return self._scheduler.steps
 
     def step(self) -> None:
         """Counts an inner step, starts exchanges that are due, and applies results of earlier exchanges that are due.
@@ -249,7 +249,7 @@ class DiLoCo:
         """
         STEPS.begin(self, "local")
         self._proceed()
-        self._timetable.step()
+        self._scheduler.step()
         self._proceed()
 
     def finish(self) -> None:
@@ -259,18 +259,18 @@ class DiLoCo:
         from the first rank. Training may continue afterward.
         """
         self._proceed()
-        timetable = self._timetable
-        for outcome in self._exchanges.leave(range(timetable.used, timetable.begun)):
+        scheduler = self._scheduler
+        for outcome in self._exchanges.leave(range(scheduler.used, scheduler.begun)):
             self._use(outcome)
-            timetable.used = outcome.exchange + 1
-        timetable.begun = timetable.used
-        for fragment in range(timetable.rhythm.fragments):
+            scheduler.used = outcome.exchange + 1
+        scheduler.begun = scheduler.used
+        for fragment in range(scheduler.rhythm.fragments):
             mean = self._exchanges.mean(fragment, self.content.offer(fragment))
             self.outer_module.step(fragment, mean[0], None)
             self.outer_module.reset(fragment, 0.0)
             self.content.set_buffers(mean)
         self._exchanges.copy_from_first(other_buffers(self.module))
-        timetable.steps = self._exchanges.most(timetable.steps)
+        scheduler.steps = self._exchanges.most(scheduler.steps)
 
     @contextmanager
     def outer_parameters(self) -> Iterator[nn.Module]:
@@ -306,10 +306,10 @@ class DiLoCo:
             "parameters": dict(zip(self._names, copies, strict=True)),
             "outer": self.outer.state_dict(),
             "inner": None if self.inner is None else self.inner.state_dict(),
-            "steps": self._timetable.steps,
-            "used": self._timetable.used,
-            "every": self._timetable.rhythm.every,
-            "fragments": self._timetable.rhythm.fragments,
+            "steps": self._scheduler.steps,
+            "used": self._scheduler.used,
+            "every": self._scheduler.rhythm.every,
+            "fragments": self._scheduler.rhythm.fragments,
         }
 
     @torch.no_grad()
@@ -332,7 +332,7 @@ class DiLoCo:
         if (state["every"], state["fragments"]) != (rhythm.every, rhythm.fragments):
             used = rhythm.begun_after(steps)
         self._exchanges.start(used)
-        self._timetable = ExchangeTimetable(rhythm, steps, used, used)
+        self._scheduler = ExchangeScheduler(rhythm, steps, used, used)
         self._before.clear()
         for name, (_, copy) in zip(self._names, self.outer_module.pairs(), strict=True):
             copy.copy_(parameters[name])
@@ -348,11 +348,11 @@ class DiLoCo:
 
     def own_state(self) -> dict[str, Any]:
         """Returns the state that a new rank needs besides the outer parameters and the outer optimizer's state."""
-        timetable = self._timetable
+        scheduler = self._scheduler
         return {
             "inner": None if self.inner is None else self.inner.state_dict(),
             "buffers": [buffer.detach() for buffer in self.module.buffers()],
-            "course": [timetable.steps, timetable.begun, timetable.used],
+            "course": [scheduler.steps, scheduler.begun, scheduler.used],
         }
 
     @torch.no_grad()
@@ -362,7 +362,7 @@ class DiLoCo:
             load_optimizer(self.inner, state["inner"])
         for buffer, value in zip(self.module.buffers(), state["buffers"], strict=True):
             buffer.copy_(value)
-        self._timetable = ExchangeTimetable(self.rhythm, *state["course"])
+        self._scheduler = ExchangeScheduler(self.rhythm, *state["course"])
         self._before.clear()
         for fragment in range(self.rhythm.fragments):
             self.outer_module.reset(fragment, 0.0)
@@ -375,8 +375,8 @@ class DiLoCo:
 
     def _proceed(self) -> None:
         """Starts exchanges that are due and applies results that are due."""
-        self._timetable.catch_up(self._exchanges.decided())
-        while (action := self._timetable.due()) is not None:
+        self._scheduler.catch_up(self._exchanges.decided())
+        while (action := self._scheduler.due()) is not None:
             if isinstance(action, BeginExchange):
                 fragment = self.rhythm.fragment(action.exchange)
                 if self.rhythm.delay:
@@ -387,7 +387,7 @@ class DiLoCo:
                 outcome = self._exchanges.outcome(action.exchange)
                 self._wait_s += time.perf_counter() - began_s
                 self._use(outcome)
-            self._timetable.complete(action)
+            self._scheduler.complete(action)
 
     def _use(self, outcome: ExchangeResult) -> None:
         """Updates the outer parameters with a result, and sets this rank's parameters from them."""

@@ -22,7 +22,7 @@ from paceline.comm.group.work import Work
 from paceline.durations import to_seconds
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 from paceline.train.ddp.error_text import add_context
-from paceline.train.diloco.exchange_timetable import FINISHED, ArrivalTracker, Participants, participants_after_waiting
+from paceline.train.diloco.exchange_scheduler import FINISHED, ArrivalTracker, Participants, participants_after_waiting
 from paceline.train.module_tensors import broadcast_tensors
 
 Tensors = list[torch.Tensor]

@@ -30,7 +30,7 @@ class _WorkerMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     """A message from or to a worker."""
 
 
-class Ready(_WorkerMessage, frozen=True):
+class WorkerReady(_WorkerMessage, frozen=True, tag="Ready"):
     """The worker has built its model and requests to join. It has no state that others may copy.
 
     Attributes:
@@ -59,14 +59,14 @@ class CaughtUp(_WorkerMessage, frozen=True):
     round: int
 
 
-class Installed(_WorkerMessage, frozen=True):
+class ViewInstalled(_WorkerMessage, frozen=True, tag="Installed"):
     """The worker has entered view `generation` and holds the state before round `round`."""
 
     generation: int
     round: int
 
 
-class Broken(_WorkerMessage, frozen=True):
+class ViewFailed(_WorkerMessage, frozen=True, tag="Broken"):
     """The connections of view `generation` have failed, and the worker is waiting for the next view."""
 
     generation: int
@@ -74,7 +74,7 @@ class Broken(_WorkerMessage, frozen=True):
     reason: str
 
 
-class Leaving(_WorkerMessage, frozen=True):
+class LeaveNotice(_WorkerMessage, frozen=True, tag="Leaving"):
     """The worker was asked to exit and leaves after the current batch."""
 
     reason: str
@@ -136,15 +136,15 @@ class WaitNotice(_WorkerMessage, frozen=True):
     reason: str
 
 
-class Dismissed(_WorkerMessage, frozen=True):
+class ExitRequest(_WorkerMessage, frozen=True, tag="Dismissed"):
     """The worker must exit with `code`, for a reason that is shown to the user."""
 
     reason: str
     code: int = 0
 
 
-FromWorker = Ready | TransferReady | CaughtUp | Installed | Broken | Leaving | LoopFinished
-ToWorker = View | StateTransfer | TransferOffer | WaitNotice | Dismissed
+FromWorker = WorkerReady | TransferReady | CaughtUp | ViewInstalled | ViewFailed | LeaveNotice | LoopFinished
+ToWorker = View | StateTransfer | TransferOffer | WaitNotice | ExitRequest
 
 _from_worker = msgspec.json.Decoder(FromWorker)
 _to_worker = msgspec.json.Decoder(ToWorker)

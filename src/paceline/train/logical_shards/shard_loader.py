@@ -13,7 +13,7 @@ from paceline.train.logical_shards.logical_shards import LogicalShards
 from paceline.train.logical_shards.shard_batches import READING, EpochPlan, ShardBatch, StepBatches, random_stream
 
 
-class Indexed(Protocol):
+class IndexedDataset(Protocol):
     """Interface of indexable datasets with a length."""
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class ShardLoader:
 
     def __init__(
         self,
-        dataset: Indexed,
+        dataset: IndexedDataset,
         batch_size: int,
         shards: LogicalShards,
         *,
@@ -62,11 +62,11 @@ class ShardLoader:
         self._dataset, self._batch_size, self._shards, self._shuffle = dataset, batch_size, shards, shuffle
         self._plan: EpochPlan | None = None  # cached plan of the latest epoch
         self._collate: Callable[[list[Any]], Any] = default_collate if collate_fn is None else collate_fn
-        self._reading = _Reading(dataset, shards.seed)
-        reading: Any = self._reading  # typed as Any, because `_Reading` is not a subclass of torch's Dataset
+        self._batch_dataset = _BatchDataset(dataset, shards.seed)
+        untyped: Any = self._batch_dataset  # typed as Any, because `_BatchDataset` is not a subclass of torch's Dataset
         self._upcoming = _Batches()
         self._loader: DataLoader[Any] = DataLoader(
-            reading,
+            untyped,
             batch_sampler=self._upcoming,
             num_workers=num_workers,
             collate_fn=collate_fn,
@@ -155,7 +155,7 @@ class ShardLoader:
         key, samples = (plan.epoch, step, shard), plan.samples_of(step, shard)
         if not samples:
             return None
-        return self._batch(plan, key, self._collate(self._reading.__getitems__([key, *samples])))
+        return self._batch(plan, key, self._collate(self._batch_dataset.__getitems__([key, *samples])))
 
     def _batch(self, plan: EpochPlan, key: tuple[int, int, int], data: Any) -> ShardBatch:
         return ShardBatch(key, plan.count_of(*key[1:]) / plan.samples_of_step(key[1]), data)
@@ -175,10 +175,10 @@ class _Batches:
         return self.listed
 
 
-class _Reading:
+class _BatchDataset:
     """The DataLoader's dataset: reads whole batches, each with the random stream for its key."""
 
-    def __init__(self, dataset: Indexed, seed: int) -> None:
+    def __init__(self, dataset: IndexedDataset, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
 
     def __len__(self) -> int:

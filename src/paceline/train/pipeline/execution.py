@@ -18,7 +18,7 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
 from paceline.train.pipeline.program import (
     Action,
-    Cargo,
+    MessageContent,
     PipelinePhase,
     PipelineProgram,
     StageMessage,
@@ -292,8 +292,8 @@ class StageTransport:
         return tuple(t.requires_grad_(each.needs_grad) for t, each in zip(value, form, strict=True)), works
 
     def _tag(self, message: StageMessage, part: int) -> int:
-        cargo = list(Cargo).index(message.cargo)
-        number = (message.stage * self._micro_batches + message.micro_batch) * len(Cargo) + cargo
+        content = list(MessageContent).index(message.content)
+        number = (message.stage * self._micro_batches + message.micro_batch) * len(MessageContent) + content
         return number * (_MOST_TENSORS + 1) + part
 
 
@@ -353,7 +353,7 @@ class Execution:
         self._forms = forms
         self._endings = endings
         self._has_gradients = has_gradients
-        self._values = {(Cargo.ACTIVATION, -1, number): value for number, value in enumerate(inputs)}
+        self._values = {(MessageContent.ACTIVATION, -1, number): value for number, value in enumerate(inputs)}
         self._outputs: list[Value] = []
         phases = {task.phase for task in self._plan.orders[rank]}
         self._is_split = PipelinePhase.WEIGHT in phases
@@ -378,7 +378,7 @@ class Execution:
 
     def _transfer(self, step: StageTransfer) -> None:
         message = step.message
-        key = (message.cargo, message.stage, message.micro_batch)
+        key = (message.content, message.stage, message.micro_batch)
         if step.action is Action.POST:
             self._transport.post(message, self._forms)
         elif step.action is Action.AWAIT:
@@ -388,7 +388,7 @@ class Execution:
 
     def _forward(self, task: Task) -> None:
         stage, is_last = self._stages[task.stage], task.stage == self._plan.stages - 1
-        value = self._values.pop((Cargo.ACTIVATION, task.stage - 1, task.micro_batch))
+        value = self._values.pop((MessageContent.ACTIVATION, task.stage - 1, task.micro_batch))
         if self._is_training:
             ending = self._endings[task.micro_batch] if is_last else None
             value = stage.forward(task.micro_batch, value, ending, self._is_split)
@@ -397,16 +397,16 @@ class Execution:
         if is_last:
             self._outputs.append(value)
         else:
-            self._values[Cargo.ACTIVATION, task.stage, task.micro_batch] = value
+            self._values[MessageContent.ACTIVATION, task.stage, task.micro_batch] = value
 
     def _backward(self, task: Task) -> None:
         stage, is_last = self._stages[task.stage], task.stage == self._plan.stages - 1
         if task.phase is PipelinePhase.WEIGHT:
             stage.weight(task.micro_batch)
         else:
-            grads = () if is_last else self._values.pop((Cargo.GRADIENT, task.stage + 1, task.micro_batch))
+            grads = () if is_last else self._values.pop((MessageContent.GRADIENT, task.stage + 1, task.micro_batch))
             passed = stage.backward(task.micro_batch, grads)
             if task.stage:
-                self._values[Cargo.GRADIENT, task.stage, task.micro_batch] = passed
+                self._values[MessageContent.GRADIENT, task.stage, task.micro_batch] = passed
         if task in self._last_adds:
             self._has_gradients(stage)

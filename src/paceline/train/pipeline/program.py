@@ -191,7 +191,7 @@ def _require_single(stages_per_rank: int, name: str) -> None:
         )
 
 
-class Cargo(Enum):
+class MessageContent(Enum):
     """The content of a message."""
 
     ACTIVATION = "activation"
@@ -203,22 +203,22 @@ class StageMessage:
     """A message between two stages on different ranks.
 
     Attributes:
-        cargo: the type of content.
+        content: the type of content.
         stage: the sending stage. An activation is this stage's output; a gradient is the gradient of its input.
         micro_batch: the index of the micro-batch.
         source: the sending rank.
         target: the receiving rank.
     """
 
-    cargo: Cargo
+    content: MessageContent
     stage: int
     micro_batch: int
     source: int
     target: int
 
     def __str__(self) -> str:
-        made = "of stage" if self.cargo is Cargo.ACTIVATION else "of the input of stage"
-        return f"the {self.cargo.value} {made} {self.stage}, micro-batch {self.micro_batch}"
+        made = "of stage" if self.content is MessageContent.ACTIVATION else "of the input of stage"
+        return f"the {self.content.value} {made} {self.stage}, micro-batch {self.micro_batch}"
 
 
 class Action(Enum):
@@ -270,9 +270,9 @@ def _message(task: Task, source: int, target: int, plan: PipelineSchedule) -> St
     """Returns a task's message from stage `source` to stage `target`, or None unless both exist on different ranks."""
     if task.phase is PipelinePhase.WEIGHT or not (0 <= source < plan.stages and 0 <= target < plan.stages):
         return None
-    cargo = Cargo.ACTIVATION if task.phase is PipelinePhase.FORWARD else Cargo.GRADIENT
+    content = MessageContent.ACTIVATION if task.phase is PipelinePhase.FORWARD else MessageContent.GRADIENT
     sender, receiver = plan.ranks_of_stages[source], plan.ranks_of_stages[target]
-    return None if sender == receiver else StageMessage(cargo, source, task.micro_batch, sender, receiver)
+    return None if sender == receiver else StageMessage(content, source, task.micro_batch, sender, receiver)
 
 
 def program_of(plan: PipelineSchedule, posted_ahead: int = 1) -> PipelineProgram:

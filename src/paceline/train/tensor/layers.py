@@ -83,41 +83,41 @@ Layout = int | None
 @eager
 def copied(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Returns `tensor`; backward sums its gradient over the ranks, which may use the tensor differently."""
-    return _applied(_CopyToRanks, tensor, group)
+    return _applied(_CopyFunction, tensor, group)
 
 
 @eager
 def summed(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Returns the sum of the ranks' tensors."""
-    return _applied(_Summed, tensor, group)
+    return _applied(_AllReduceFunction, tensor, group)
 
 
 @eager
 def split(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Returns this rank's part of a replicated tensor."""
-    return _applied(_Split, tensor, dim % tensor.ndim, group)
+    return _applied(_SplitFunction, tensor, dim % tensor.ndim, group)
 
 
 @eager
 def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
     """Concatenates the ranks' parts along `dim`, to size `length`; all ranks must then perform the same computation."""
-    return _applied(_Joined, tensor, dim % tensor.ndim, length, group)
+    return _applied(_AllGatherFunction, tensor, dim % tensor.ndim, length, group)
 
 
 @eager
 def joined_for_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
     """Concatenates the ranks' parts along `dim`, to size `length`, as the input of a divided layer."""
-    return _applied(_JoinedForParts, tensor, dim % tensor.ndim, length, group)
+    return _applied(_InputAllGatherFunction, tensor, dim % tensor.ndim, length, group)
 
 
 @eager
 def summed_into_parts(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Returns this rank's part of the sum of the ranks' tensors."""
-    return _applied(_SummedIntoParts, tensor, dim % tensor.ndim, group)
+    return _applied(_ReduceScatterFunction, tensor, dim % tensor.ndim, group)
 
 
 @eager_methods
-class _CopyToRanks(Function):
+class _CopyFunction(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -125,11 +125,11 @@ class _CopyToRanks(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_Summed, grad, ctx.group), None
+        return _applied(_AllReduceFunction, grad, ctx.group), None
 
 
 @eager_methods
-class _Summed(Function):
+class _AllReduceFunction(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -137,11 +137,11 @@ class _Summed(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_CopyToRanks, grad, ctx.group), None
+        return _applied(_CopyFunction, grad, ctx.group), None
 
 
 @eager_methods
-class _Split(Function):
+class _SplitFunction(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, tensor.size(dim), group
@@ -149,11 +149,11 @@ class _Split(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_Joined, grad, ctx.dim, ctx.length, ctx.group), None, None
+        return _applied(_AllGatherFunction, grad, ctx.dim, ctx.length, ctx.group), None, None
 
 
 @eager_methods
-class _Joined(Function):
+class _AllGatherFunction(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
@@ -161,18 +161,18 @@ class _Joined(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_Split, grad, ctx.dim, ctx.group), None, None, None
+        return _applied(_SplitFunction, grad, ctx.dim, ctx.group), None, None, None
 
 
 @eager_methods
-class _JoinedForParts(_Joined):
+class _InputAllGatherFunction(_AllGatherFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_SummedIntoParts, grad, ctx.dim, ctx.group), None, None, None
+        return _applied(_ReduceScatterFunction, grad, ctx.dim, ctx.group), None, None, None
 
 
 @eager_methods
-class _SummedIntoParts(Function):
+class _ReduceScatterFunction(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, tensor.size(dim), group
@@ -184,7 +184,7 @@ class _SummedIntoParts(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_JoinedForParts, grad, ctx.dim, ctx.length, ctx.group), None, None
+        return _applied(_InputAllGatherFunction, grad, ctx.dim, ctx.length, ctx.group), None, None
 
 
 def _applied(function: type[Function], *arguments: object) -> torch.Tensor:

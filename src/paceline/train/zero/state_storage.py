@@ -177,7 +177,7 @@ class StateStorage:
             return
         updated = [param for group in inner.param_groups for param in group["params"]]
         is_new = any(param.grad is not None and not inner.state.get(param) for param in updated)
-        with _AllocationIn(self._file, updated) if is_new else nullcontext():
+        with _FileAllocationMode(self._file, updated) if is_new else nullcontext():
             inner.step()
         self.settle(inner)
 
@@ -215,7 +215,7 @@ class StateStorage:
         return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=device)
 
 
-class _AllocationIn(TorchFunctionMode):
+class _FileAllocationMode(TorchFunctionMode):
     """Allocates in a file the state that an optimizer creates by calling `zeros_like` on its parameters."""
 
     def __init__(self, memory: FileMemory, updated: Iterable[torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ from paceline.cli.main import main
 from paceline.cli.top.client import NoRunningJobError, PageAddress, PageUnreachableError, find, picture, poller_of
 from paceline.operate.dashboard.external_collector import EventFollower, ExternalCollector
 from paceline.operate.diagnosis.runs import JobRun, read_run
-from paceline.operate.launch.job_directory import RecordingKeeper
+from paceline.operate.launch.job_directory import JobRecordings
 
 
 def test_a_diagnosis_is_read_from_the_events(tmp_path):
@@ -85,7 +85,7 @@ sys.stdin.read()
 
 
 def test_a_job_without_a_page_is_seen_by_its_recordings(tmp_path):
-    kept = RecordingKeeper(None).new(1, 1)
+    kept = JobRecordings(None).new(1, 1)
     assert kept is not None
     worker = subprocess.Popen(
         [sys.executable, "-c", RECORDED],

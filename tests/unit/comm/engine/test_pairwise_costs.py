@@ -30,9 +30,9 @@ def measured(n, nodes=None, pairs=None, racks=(), uplink=float("inf"), noise=0.0
     """Returns the measurements of a tournament in which pairs across racks share uplinks."""
     random, found = Random(seed), {}
     rack_of = {host: number for number, rack in enumerate(racks) for host in rack}
-    for meeting in round_robin_rounds(n):
-        crossing = [pair for pair in meeting if rack_of.get(pair[0]) != rack_of.get(pair[1])]
-        for pair in meeting:
+    for concurrent in round_robin_rounds(n):
+        crossing = [pair for pair in concurrent if rack_of.get(pair[0]) != rack_of.get(pair[1])]
+        for pair in concurrent:
             rate = min([FAST, (pairs or {}).get(pair, FAST), *((nodes or {}).get(host, FAST) for host in pair)])
             latency_s = 1e-4
             if pair in crossing:

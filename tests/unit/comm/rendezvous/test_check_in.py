@@ -18,7 +18,7 @@ def _claims(*ranks: int, world_size: int = 4) -> list[Claim]:
 
 
 @given(st.permutations(range(5)), st.integers(1, 5))
-def test_the_meeting_is_complete_once_every_rank_is_there(order: list[int], arrived: int) -> None:
+def test_the_rendezvous_is_complete_once_every_rank_is_there(order: list[int], arrived: int) -> None:
     verdict = verdict_on(_claims(*order[:arrived], world_size=5))
     assert verdict == ("complete" if arrived == 5 else None)
 

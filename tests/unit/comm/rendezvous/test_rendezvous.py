@@ -73,7 +73,7 @@ def test_arguments_may_stand_in_the_address(tmp_path: Path) -> None:
     joined.store.close()
 
 
-def test_one_store_serves_one_meeting_after_another() -> None:
+def test_one_store_serves_one_rendezvous_after_another() -> None:
     store = HashStore()
     first = rendezvous(None, store, 1, 0, 5)
     second = rendezvous(None, store, 1, 0, 5)
@@ -91,10 +91,10 @@ def test_another_store_at_the_same_place_in_memory_begins_at_one() -> None:
 
 
 def test_a_file_left_by_an_earlier_run_does_not_join_the_next(tmp_path: Path) -> None:
-    earlier = FileStore(tmp_path / "meeting")
+    earlier = FileStore(tmp_path / "rendezvous")
     earlier.append("paceline/0/1/claims", b"0 2 1 elsewhere\n")
     earlier.close()
-    joined = rendezvous(f"file://{tmp_path}/meeting", None, 1, 0, 5)
+    joined = rendezvous(f"file://{tmp_path}/rendezvous", None, 1, 0, 5)
     assert joined.world_size == 1
     joined.store.close()
 

@@ -23,33 +23,33 @@ def _own_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_handler_gets_the_address_with_what_is_known():
     seen = []
 
-    def meet(url, timeout, **kwargs):
+    def perform_rendezvous(url, timeout, **kwargs):
         seen.append((url, timeout, kwargs))
         yield HashStore(), 0, 1
 
-    register_rendezvous_handler("Lobby", meet)
-    joined = rendezvous("lobby://room/7?colour=red", None, 1, 0, 5)
+    register_rendezvous_handler("Lobby", perform_rendezvous)
+    joined = rendezvous("lobby://room/7?color=red", None, 1, 0, 5)
     assert (joined.rank, joined.world_size) == (0, 1)
-    assert seen == [("lobby://room/7?colour=red&rank=0&world_size=1", timedelta(seconds=5), {})]
+    assert seen == [("lobby://room/7?color=red&rank=0&world_size=1", timedelta(seconds=5), {})]
 
 
 def test_the_handler_may_decide_rank_and_world_size():
-    def meet(url, **_):
+    def perform_rendezvous(url, **_):
         assert url == "lobby://room"
         yield HashStore(), 0, 1
 
-    register_rendezvous_handler("lobby", meet)
+    register_rendezvous_handler("lobby", perform_rendezvous)
     joined = rendezvous("lobby://room", None, -1, -1, 5)
     assert (joined.rank, joined.world_size) == (0, 1)
 
 
-def test_each_meeting_at_an_address_has_keys_of_its_own():
+def test_each_rendezvous_at_an_address_has_keys_of_its_own():
     store = HashStore()
 
-    def meet(url, **_):
+    def perform_rendezvous(url, **_):
         yield store, 0, 1
 
-    register_rendezvous_handler("lobby", meet)
+    register_rendezvous_handler("lobby", perform_rendezvous)
     first, second = (rendezvous("lobby://twice", None, -1, -1, 5) for _ in range(2))
     first.store.set("key", b"first")
     assert not second.store.check(["key"])
@@ -60,10 +60,10 @@ def test_a_rank_that_is_claimed_twice_is_named(monkeypatch):
     store = HashStore()
     PrefixStore("paceline/0/1", store).append("claims", Claim(0, 2, "elsewhere", 1).encode())
 
-    def meet(url, **_):
+    def perform_rendezvous(url, **_):
         yield store, 0, 2
 
-    register_rendezvous_handler("lobby", meet)
+    register_rendezvous_handler("lobby", perform_rendezvous)
     with pytest.raises(RendezvousError, match="rank 0 was claimed twice: by process 1 on elsewhere"):
         rendezvous("lobby://claimed", None, -1, -1, 5)
 

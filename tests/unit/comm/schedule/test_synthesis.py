@@ -11,7 +11,7 @@ from sampling import examples
 from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup
 from paceline.comm.schedule.simulation import simulate_call, simulate_schedules
 from paceline.comm.schedule.steps import Operation
-from paceline.comm.schedule.synthesis import can_synthesise, choose_all_reduce, pack, synthesise
+from paceline.comm.schedule.synthesis import can_synthesize, choose_all_reduce, pack, synthesize
 
 MB = 1_000_000
 FAST, SLOW = NetworkLink(1e-4, 1e8), NetworkLink(1e-4, 2.5e7)
@@ -25,10 +25,10 @@ CASES = {"slow host": (SLOW_HOST, 4e-8), "slow pair": (SLOW_PAIR, 1.5e-8), "two 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_synthesised_schedules_are_within_a_tenth_of_the_optimum(name):
+def test_synthesized_schedules_are_within_a_tenth_of_the_optimum(name):
     network, optimum = CASES[name]
     assert optimum * (1 - 1e-9) <= pack(network).s_per_byte <= optimum / 0.95
-    seconds = simulate_schedules(synthesise(network), network, 64 * MB).seconds
+    seconds = simulate_schedules(synthesize(network), network, 64 * MB).seconds
     assert optimum * 64 * MB <= seconds <= optimum * 64 * MB / 0.9
 
 
@@ -40,7 +40,7 @@ def test_one_host_of_a_rack_has_all_that_crosses_its_uplink():
     hops = {hop for part in trees.parts for hop in (*part.up, *part.down)}
     racks_of = {host: number for number, rack in enumerate(((0, 1, 2), (3, 4), (5,))) for host in rack}
     assert {host for hop in hops if racks_of[hop[0]] != racks_of[hop[1]] for host in hop} == {1, 3, 5}
-    linked = {(each.rank, step.peer) for each in synthesise(RACKS) for step in each.steps if step.peer >= 0}
+    linked = {(each.rank, step.peer) for each in synthesize(RACKS) for step in each.steps if step.peer >= 0}
     assert {pair for pair in linked if pair[0] // 2 != pair[1] // 2} == {(0, 2), (2, 0)}
 
 
@@ -51,8 +51,8 @@ def test_the_ring_in_the_order_of_the_ranks_is_slower(name):
 
 
 def test_the_choice_is_by_simulation_and_may_be_forced():
-    schedules = synthesise(SLOW_PAIR)
-    assert choose_all_reduce(SLOW_PAIR, schedules, 64 * MB).algorithm == "synthesised"
+    schedules = synthesize(SLOW_PAIR)
+    assert choose_all_reduce(SLOW_PAIR, schedules, 64 * MB).algorithm == "synthesized"
     small = choose_all_reduce(SLOW_PAIR, schedules, 64)
     assert small.algorithm == small.candidates[0].algorithm
     assert choose_all_reduce(SLOW_PAIR, schedules, 64 * MB, "ring").algorithm == "ring"
@@ -60,7 +60,7 @@ def test_the_choice_is_by_simulation_and_may_be_forced():
 
 def test_of_two_that_are_as_fast_the_lighter_one_is_taken():
     """A star is as fast with the slow host, but its center's link carries all hosts' tensors."""
-    choice = choose_all_reduce(SLOW_HOST, synthesise(SLOW_HOST), 64 * MB)
+    choice = choose_all_reduce(SLOW_HOST, synthesize(SLOW_HOST), 64 * MB)
     assert choice.candidates[0].algorithm == "star"
     assert choice.algorithm == "tree" and choice.seconds <= 1.25 * choice.candidates[0].seconds
     assert "about as fast as any, and sends less over its busiest link" in choice.reason
@@ -68,17 +68,17 @@ def test_of_two_that_are_as_fast_the_lighter_one_is_taken():
 
 def test_of_two_that_are_as_fast_that_with_fewer_messages_runs():
     """A tree crosses two racks' uplinks as often as a synthesized schedule, in a few messages."""
-    choice = choose_all_reduce(RACKS, synthesise(RACKS), 8 * MB)
-    assert choice.candidates[0].algorithm == "synthesised"
+    choice = choose_all_reduce(RACKS, synthesize(RACKS), 8 * MB)
+    assert choice.candidates[0].algorithm == "synthesized"
     assert choice.algorithm == "tree" and choice.seconds <= 1.02 * choice.candidates[0].seconds
     assert "about as fast as any, and has fewer messages" in choice.reason
 
 
 def test_only_uneven_networks_of_a_few_hosts_get_schedules():
-    assert can_synthesise(RACKS)
-    assert not can_synthesise(Network(HOSTS, NEAR, FAST))
+    assert can_synthesize(RACKS)
+    assert not can_synthesize(Network(HOSTS, NEAR, FAST))
     many = tuple((rank,) for rank in range(9))
-    assert not can_synthesise(Network(many, NEAR, FAST, nodes={0: SLOW}))
+    assert not can_synthesize(Network(many, NEAR, FAST, nodes={0: SLOW}))
     with pytest.raises(ValueError, match="trees for 9 hosts would take too long"):
         pack(Network(many, NEAR, FAST))
 
@@ -97,6 +97,6 @@ def uneven_networks(draw):
 @settings(max_examples=examples(5), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(uneven_networks())
 def test_any_network_gets_schedules_that_are_right(network):
-    schedules = synthesise(network)
+    schedules = synthesize(network)
     require_equal_bits(schedules)
-    assert [schedule.steps for schedule in synthesise(network)] == [schedule.steps for schedule in schedules]
+    assert [schedule.steps for schedule in synthesize(network)] == [schedule.steps for schedule in schedules]

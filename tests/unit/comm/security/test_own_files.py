@@ -129,7 +129,7 @@ def test_a_secret_is_read_through_a_link_and_not_from_a_pipe(tmp_path, monkeypat
 
 
 @only_root
-def test_a_directory_for_meetings_is_this_users(tmp_path, monkeypatch):
+def test_a_directory_for_rendezvous_is_this_users(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     Path(own_directory()).rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)

@@ -10,7 +10,7 @@ from simulated_training import Training
 from paceline.operate.dashboard.aggregator import DashboardAggregator, StragglerWatch, what_if_of
 from paceline.operate.dashboard.dashboard_state import PARTS, CallRow, DashboardState
 from paceline.operate.dashboard.job_sample import (
-    CallTally,
+    CallStatistics,
     JobInfo,
     JobSample,
     RankActivity,
@@ -150,8 +150,10 @@ def test_calls_are_shown_beside_what_was_predicted():
     """The rank that waits least counts, and kinds are sorted by total time, longest first."""
     board = DashboardAggregator()
     for _ in range(3):
-        quick, slow = (CallTally("all_reduce", "float32", 1000, "ring", 2, took_s, 1e-3) for took_s in (2.1e-3, 9e-3))
-        short = CallTally("broadcast", "int64", 8, "tree", 1, 5e-5, 1e-4)
+        quick, slow = (
+            CallStatistics("all_reduce", "float32", 1000, "ring", 2, took_s, 1e-3) for took_s in (2.1e-3, 9e-3)
+        )
+        short = CallStatistics("broadcast", "int64", 8, "tree", 1, 5e-5, 1e-4)
         board.take(JobSample(1.0, JobInfo("job"), (RankSample(0, calls=(slow, short)), RankSample(1, calls=(quick,)))))
     assert board.state().calls == (
         CallRow("all_reduce of 1,000 float32, ring", 6, predicted=1.0, actual=1.05, is_far=False),

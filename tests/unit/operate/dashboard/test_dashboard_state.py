@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from paceline.operate.dashboard.dashboard_state import Tail, Thinned, about
+from paceline.operate.dashboard.dashboard_state import DownsampledCurve, Tail, about
 
 
 def test_long_curves_keep_their_spikes():
-    thinned = Thinned(most=64)
+    curve = DownsampledCurve(most=64)
     from paceline.operate.dashboard.dashboard_state import Point
 
     for step in range(10_000):
         value = 50.0 if step == 1234 else 1.0
-        thinned.add(Point("loss", step, value, value, value))
-    assert len(thinned.points) < 64
-    assert max(point.high for point in thinned.points) == 50.0
-    assert thinned.points[-1].step > 9_000
+        curve.add(Point("loss", step, value, value, value))
+    assert len(curve.points) < 64
+    assert max(point.high for point in curve.points) == 50.0
+    assert curve.points[-1].step > 9_000
 
 
 def test_a_tail_forgets_its_beginning():
     tail: Tail[int] = Tail(3)
     tail.extend(range(5))
-    assert (tail.growing().items, tail.growing().first, tail.growing().end) == ((2, 3, 4), 2, 5)
-    assert tail.growing() is tail.growing()
+    assert (tail.latest().items, tail.latest().first, tail.latest().end) == ((2, 3, 4), 2, 5)
+    assert tail.latest() is tail.latest()
 
 
 def test_lengths_of_time_are_in_two_units_at_most():

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from paceline.operate.diagnosis.call_history import Slip, difference, match_calls, miscount, predicted, span_of
+from paceline.operate.diagnosis.call_history import (
+    MismatchKind,
+    call_count_mismatch,
+    difference,
+    match_calls,
+    predicted,
+    span_of,
+)
 from paceline.operate.diagnosis.job_snapshot import CallSignature, RankCall, RankState
 
 A, B, C = (CallSignature("all_reduce", "float32", count) for count in (1, 2, 3))
@@ -31,19 +38,19 @@ def steps(*counts: int) -> list[RankCall]:
 
 
 def test_a_step_with_a_call_too_few_is_found():
-    found = miscount({0: steps(2, 2, 2, 2), 1: steps(2, 2, 1, 2), 2: steps(2, 2, 2, 2)})
+    found = call_count_mismatch({0: steps(2, 2, 2, 2), 1: steps(2, 2, 1, 2), 2: steps(2, 2, 2, 2)})
     assert found is not None
-    assert (found.rank, found.step, found.made, found.usual, found.slip) == (1, 2, 1, 2, Slip.SKIPPED)
+    assert (found.rank, found.step, found.made, found.usual, found.kind) == (1, 2, 1, 2, MismatchKind.SKIPPED)
 
 
 def test_of_two_ranks_the_one_with_an_unusual_step_is_found():
-    found = miscount({0: steps(2, 2, 2, 2, 2), 1: steps(2, 2, 3, 2, 2)})
+    found = call_count_mismatch({0: steps(2, 2, 2, 2, 2), 1: steps(2, 2, 3, 2, 2)})
     assert found is not None
-    assert (found.rank, found.slip) == (1, Slip.TWICE)
+    assert (found.rank, found.kind) == (1, MismatchKind.TWICE)
 
 
 def test_incomplete_steps_are_not_compared():
-    assert miscount({0: steps(1, 2, 2, 2), 1: steps(2, 2, 2, 1)}) is None
+    assert call_count_mismatch({0: steps(1, 2, 2, 2), 1: steps(2, 2, 2, 1)}) is None
 
 
 def test_calls_are_matched_in_the_order_of_their_ends():

@@ -17,7 +17,7 @@ from paceline.operate.diagnosis.recording import Clock, Pair, ProcessRecording
 from paceline.operate.launch.multinode.membership import Orders
 from paceline.operate.launch.multinode.protocol import Start
 from paceline.operate.launch.multinode.remote_client import connect_client
-from paceline.operate.launch.multinode.server import MeetingServer
+from paceline.operate.launch.multinode.server import RendezvousServer
 
 SECOND_NS = 1_000_000_000
 DELAY_NS = st.integers(0, SECOND_NS)
@@ -76,7 +76,7 @@ class Welcoming:
 def test_a_launcher_measures_a_clock_that_was_shifted():
     shift_ns = 12_345 * SECOND_NS
     listener = socket.create_server(("127.0.0.1", 0))
-    server = MeetingServer(listener, None, Welcoming(), 5.0)
+    server = RendezvousServer(listener, None, Welcoming(), 5.0)
     client = connect_client(server.address, None, 10.0, 5.0, print)
     try:
         client._wire._clock_ns = lambda: time.monotonic_ns() - shift_ns

@@ -89,7 +89,7 @@ _ROOTS = {"paceline": Path(paceline.__file__).parents[1], "torch": Path(torch.__
         - {"runpy.py", "<frozen runpy>", "triton/compiler/", "triton/runtime/"}  # not installed with PyTorch for CPUs
     ),
 )
-def test_the_files_by_which_frames_are_recognised_exist(path):
+def test_the_files_by_which_frames_are_recognized_exist(path):
     found = _ROOTS[path.partition("/")[0]] / path
     assert found.is_dir() if path.endswith("/") else found.is_file(), f"{path} was moved; stacks show our own frames"
 

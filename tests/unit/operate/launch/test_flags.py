@@ -64,7 +64,7 @@ VALUES = {  # by flag: what is written, what it means
     "ssh": ("ssh -p 2222", "ssh -p 2222"),
     "remote-python": ("/opt/python", "/opt/python"),
     "remote-dir": ("/job", "/job"),
-    "export": ("LR=0.1,COLOUR", {"LR": "0.1", "COLOUR": None}),
+    "export": ("LR=0.1,COLOR", {"LR": "0.1", "COLOR": None}),
 }
 
 REFUSED = {"logs-specs"}

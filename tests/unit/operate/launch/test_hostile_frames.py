@@ -45,7 +45,7 @@ from paceline.operate.launch.multinode.protocol import (
     encode,
 )
 from paceline.operate.launch.multinode.remote_client import connect_client
-from paceline.operate.launch.multinode.server import CHANNEL, MeetingServer
+from paceline.operate.launch.multinode.server import CHANNEL, RendezvousServer
 from paceline.operate.launch.ssh.protocol import MARK, MessageSplitter, decode_to_launcher
 from paceline.operate.launch.worker_group_launcher import _controller
 from paceline.operate.launch.workers.failures import Record, WorkerFailure
@@ -114,7 +114,7 @@ DECODERS = [
     ("the live page", lambda body: job_dashboard.decode_update(body.decode(errors="replace")), ValueError),
     ("requests for copies", over_socket(copies.receive_request), ValueError),
     ("answers with copies", over_socket(copies.receive_answer), ValueError),
-    ("starters by ssh", decode_to_launcher, ValueError),
+    ("launchers by ssh", decode_to_launcher, ValueError),
     ("far ends of ssh", lambda body: MessageSplitter().feed(MARK + body.replace(b"\n", b"") + b"\n"), ValueError),
     ("the doctor", line_of_doctor, ConnectionError),
 ]
@@ -256,9 +256,9 @@ FRAMES = {
 
 
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES.keys())
-def test_a_malformed_frame_does_not_end_the_meeting(frame):
+def test_a_malformed_frame_does_not_end_the_rendezvous(frame):
     steering = Listening()
-    server = MeetingServer(socket.create_server(("127.0.0.1", 0)), SECRET, steering, DEADLINE_S)
+    server = RendezvousServer(socket.create_server(("127.0.0.1", 0)), SECRET, steering, DEADLINE_S)
     client = connect_client(server.address, SECRET, DEADLINE_S, DEADLINE_S, print)
     try:
         with admitted(server.address, CHANNEL) as hostile:
@@ -278,13 +278,13 @@ def test_a_malformed_frame_does_not_end_the_meeting(frame):
 
 
 def job(is_elastic: bool) -> Job:
-    meeting = RendezvousOptions(min_nodes=2, max_nodes=4, address=("10.0.0.1", 29400))
-    return Job(Command(("x.py",)), workers=2, rendezvous=meeting, elastic=ElasticOptions() if is_elastic else None)
+    rendezvous = RendezvousOptions(min_nodes=2, max_nodes=4, address=("10.0.0.1", 29400))
+    return Job(Command(("x.py",)), workers=2, rendezvous=rendezvous, elastic=ElasticOptions() if is_elastic else None)
 
 
 @pytest.mark.parametrize("is_elastic", [False, True])
 @pytest.mark.parametrize("body", JSON_BODIES.values(), ids=JSON_BODIES.keys())
-def test_no_text_within_a_report_ends_the_meeting(is_elastic, body):
+def test_no_text_within_a_report_ends_the_rendezvous(is_elastic, body):
     steering = DashboardRelay(DiagnosisCollector(_controller(job(is_elastic))))
     text = body.decode(errors="replace")
     for number in (1, 2):

@@ -47,7 +47,7 @@ def test_the_manifests_are_yaml(kind):
     assert kind == "jobset" or pod["subdomain"] == rest[0]["metadata"]["name"]
 
 
-def test_kubeflows_manifest_leaves_the_meeting_to_its_runtime():
+def test_kubeflows_manifest_leaves_the_rendezvous_to_its_runtime():
     yaml = pytest.importorskip("yaml")
     secret, job = yaml.safe_load_all(KINDS["kubeflow"](REQUEST))
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")

@@ -37,5 +37,5 @@ def test_what_programs_get_is_json():
     assert sum(facts["parts_s"].values()) == pytest.approx(facts["step_s"])
 
 
-def test_sizes_are_spelt_with_their_unit():
+def test_sizes_are_spelled_with_their_unit():
     assert [format_bytes(each) for each in (512, 1536, 3 << 30)] == ["512 B", "1.5 KiB", "3 GiB"]

@@ -18,16 +18,16 @@ from paceline.operate.plan.simulated_job import DAY_S, HOUR_S, EventTimes, MeanT
 
 TIMES = EventTimes(step_s=0.5)
 
-MEETING_S = TIMES.forming_s + TIMES.meeting_s
+RENDEZVOUS_S = TIMES.forming_s + TIMES.rendezvous_s
 
 TOLD_S = 2 * TIMES.message_s  # the coordinator detects it and announces a view
 
 
-def test_a_death_costs_the_meeting_and_the_dead_workers_share():
+def test_a_death_costs_the_rendezvous_and_the_dead_workers_share():
     played = SimulatedJob(4, 1, TIMES, MeanTimesBetweenFailures(worker_s=4 * HOUR_S, machine_s=0.0), 1).play(10)
     assert len(played.pauses_s) == 10 and not played.end
     redone_s = 0.5 * (1 / 4) / (1 - 1 / 4)
-    assert sorted(played.pauses_s)[5] == pytest.approx(redone_s + TOLD_S + MEETING_S, abs=1e-6)
+    assert sorted(played.pauses_s)[5] == pytest.approx(redone_s + TOLD_S + RENDEZVOUS_S, abs=1e-6)
     assert min(played.pauses_s) >= 0
 
 
@@ -39,7 +39,7 @@ def test_a_survivor_that_is_alone_has_nobody_to_meet():
 def test_a_lost_machine_is_waited_for_until_it_is_given_up():
     played = SimulatedJob(4, 2, TIMES, MeanTimesBetweenFailures(machine_s=DAY_S), 3).play(5)
     redone_s = 0.5 * (1 / 4) / (1 - 1 / 4)
-    waited_s = TIMES.silence_s + TIMES.message_s + MEETING_S
+    waited_s = TIMES.silence_s + TIMES.message_s + RENDEZVOUS_S
     assert sorted(played.pauses_s)[2] == pytest.approx(redone_s + waited_s, abs=1e-6)
 
 

@@ -20,7 +20,7 @@ import paceline as dist
 from paceline.cli.main import main
 from paceline.train.checkpoint.captured_state import cut, whole_of
 from paceline.train.checkpoint.format.checkpoint import Checkpoint, open_checkpoint
-from paceline.train.checkpoint.format.regions import Box, Flat, Region, count, untiled
+from paceline.train.checkpoint.format.regions import Flat, Region, TensorBlock, count, untiled
 from paceline.train.checkpoint.load import load_from
 from paceline.train.checkpoint.rank_channel import GroupChannel
 from paceline.train.checkpoint.save_plan import Offer, assign_offers
@@ -259,7 +259,7 @@ def divisions(draw):
 def part_along(shape: tuple[int, ...], dim: int, parts: int, part: int) -> Region:
     start, stop = bounds(shape[dim], parts, part)
     offset = tuple(start if at == dim else 0 for at in range(len(shape)))
-    return Box(offset, tuple(stop - start if at == dim else length for at, length in enumerate(shape)))
+    return TensorBlock(offset, tuple(stop - start if at == dim else length for at, length in enumerate(shape)))
 
 
 @settings(max_examples=examples(40))

@@ -13,7 +13,7 @@ def test_the_next_layer_is_the_one_of_the_pass_before():
     assert [order.visit(layer) for layer in "abcd"] == ["b", "c", "d", None]
 
 
-def test_a_change_of_the_order_of_layers_is_learnt():
+def test_a_change_of_the_order_of_layers_is_learned():
     order = LayerOrder()
     for layer in "abcd":
         order.visit(layer)

@@ -171,7 +171,7 @@ class PythonExecutor:
         return build(algorithm, operation, self._rank, self._size, root, self._hosts)
 
 
-class _Started(NamedTuple):
+class _StartedStep(NamedTuple):
     """A step whose messages are in progress."""
 
     step: Step
@@ -188,7 +188,7 @@ class _Execution:
         self._transport = transport
         self._call = call
         self._deadline_ns = deadline_ns
-        self._started: list[_Started] = []
+        self._started: list[_StartedStep] = []
 
     def run(self) -> None:
         for step in self._schedule.steps:
@@ -213,9 +213,9 @@ class _Execution:
             transfers = [
                 self._transport.receive(step.peer, block.data_ptr(), block.nbytes) for block in received if block.nbytes
             ]
-        self._started.append(_Started(step, transfers, received))
+        self._started.append(_StartedStep(step, transfers, received))
 
-    def _finish(self, started: Sequence[_Started]) -> None:
+    def _finish(self, started: Sequence[_StartedStep]) -> None:
         for entry in started:
             for transfer in entry.transfers:
                 transfer.wait(self._deadline_ns)

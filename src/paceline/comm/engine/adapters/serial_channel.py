@@ -131,7 +131,7 @@ class CallEnded(Exception):
 
 
 class QueuedCall:
-    """A call in the queue of a `SerialChannel`; implements `channel.Pending`."""
+    """A call in the queue of a `SerialChannel`; implements `channel.PendingCall`."""
 
     def __init__(self, call: CollectiveCall, recorded: RecordedWork) -> None:
         self.call = call

@@ -1,8 +1,8 @@
 """The mpi engine, which opens groups with the MPI library in processes started by mpirun.
 
-`meet` performs the rendezvous of these ranks: an MPI broadcast distributes the address of rank 0's store. Collectives
-and messages operate directly on the tensors' memory. A message begins with its size and dtype, which the receiver
-checks.
+`perform_rendezvous` performs the rendezvous of these ranks: an MPI broadcast distributes the address of rank 0's store.
+Collectives and messages operate directly on the tensors' memory. A message begins with its size and dtype, which the
+receiver checks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.comm.engine.adapters.serial_channel import (
 from paceline.comm.engine.api import EngineContext
 from paceline.comm.engine.channel import ITEM_SIZES, CallOutcome, CollectiveCall, Pieces, ReduceOp
 from paceline.comm.engine.failures import OutcomeCode
-from paceline.comm.engine.mpi.library import MOST_BYTES, complete, datatype, initialised, library, reduction
+from paceline.comm.engine.mpi.library import MOST_BYTES, complete, datatype, initialized, library, reduction
 from paceline.comm.engine.network_settings import own_address
 from paceline.comm.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.comm.schedule.steps import Operation
@@ -404,7 +404,7 @@ _LETTER_BYTES = 512
 _LOOPBACK = "127.0.0.1"
 
 
-def meet(timeout_s: float) -> RendezvousResult:
+def perform_rendezvous(timeout_s: float) -> RendezvousResult:
     """Performs the rendezvous of all ranks in MPI's world; returns this rank and the store.
 
     Sets PACELINE_SECRET on all ranks to a new secret if the job has none.
@@ -415,7 +415,7 @@ def meet(timeout_s: float) -> RendezvousResult:
     Raises:
         RendezvousTimeoutError: a rank did not call this function in time.
     """
-    mpi = initialised()
+    mpi = initialized()
     world = mpi.COMM_WORLD
     deadline = time.monotonic() + timeout_s
     one_host = world.Split_type(mpi.COMM_TYPE_SHARED).Get_size() == world.Get_size()
@@ -474,7 +474,7 @@ def start(name: str, context: EngineContext) -> MpiEngine:
     Raises:
         ValueError: this process has a different rank or world size in MPI, or was not started by mpirun.
     """
-    mpi = initialised()
+    mpi = initialized()
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
     if (rank, size) != (context.rank, context.world_size):
         alone = ", because it was not started by mpirun" if size == 1 else ""

@@ -40,7 +40,7 @@ def library() -> Any:
     return MPI
 
 
-def initialised() -> Any:
+def initialized() -> Any:
     """Initializes `library()` and returns it.
 
     MPI is finalized at exit, unless the program failed; in that case mpirun terminates the other ranks.

@@ -38,7 +38,7 @@ from paceline.comm.engine.network_settings import (
 )
 from paceline.comm.record.layout import DTYPES, OPERATIONS
 from paceline.comm.schedule.algorithms import (
-    SYNTHESISED,
+    SYNTHESIZED,
     AlgorithmChoice,
     algorithms_offering,
     build,
@@ -49,9 +49,9 @@ from paceline.comm.schedule.algorithms import (
 )
 from paceline.comm.schedule.cost_model import CostModel
 from paceline.comm.schedule.network import Network
-from paceline.comm.schedule.quantised import WIRES
+from paceline.comm.schedule.quantized import WIRES
 from paceline.comm.schedule.steps import Operation, flatten
-from paceline.comm.schedule.synthesis import can_synthesise, choose_all_reduce, synthesise
+from paceline.comm.schedule.synthesis import can_synthesize, choose_all_reduce, synthesize
 from paceline.errors import RendezvousTimeoutError, and_more
 from paceline.linux import is_out_of_descriptors
 
@@ -119,8 +119,8 @@ class ScheduledChannel(EngineChannel):
         self._model = model
         self._forced = forced
         # Bounded caches are sufficient, because programs repeat a small number of sizes.
-        self._uneven = network if network is not None and can_synthesise(network) else None
-        self._synthesised = synthesise(self._uneven) if self._uneven is not None else []
+        self._uneven = network if network is not None and can_synthesize(network) else None
+        self._synthesized = synthesize(self._uneven) if self._uneven is not None else []
         self._choice = functools.lru_cache(1024)(self.choose)
         self._schedule = functools.lru_cache(256)(self._build)
 
@@ -128,7 +128,7 @@ class ScheduledChannel(EngineChannel):
         """Returns the algorithm for a call on `nbytes` bytes, and the predicted time for each candidate."""
         forced = self._forced if self._forced in algorithms_offering(operation) else None
         if self._uneven is not None and operation is Operation.ALL_REDUCE:
-            return choose_all_reduce(self._uneven, self._synthesised, nbytes, forced)
+            return choose_all_reduce(self._uneven, self._synthesized, nbytes, forced)
         return choose(self._model, operation, nbytes, self._size, self._hosts, forced)
 
     @property
@@ -188,8 +188,8 @@ class ScheduledChannel(EngineChannel):
         return nbytes * self._size if call.operation in _WHOLE else nbytes
 
     def _build(self, algorithm: str, operation: Operation, root: int) -> _core.Schedule:
-        if algorithm == SYNTHESISED:
-            schedule = self._synthesised[self._rank]
+        if algorithm == SYNTHESIZED:
+            schedule = self._synthesized[self._rank]
         else:
             schedule = build(algorithm, operation, self._rank, self._size, root, self._hosts)
         wire = WIRE_CODES.get(algorithm, 0)

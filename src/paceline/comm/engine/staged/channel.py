@@ -66,7 +66,7 @@ _INT64 = DTYPES.index("int64")
 
 
 class StagedWork:
-    """A call in progress; see `engine.channel.Pending`."""
+    """A call in progress; see `engine.channel.PendingCall`."""
 
     def __init__(
         self, layout: StagedLayout, header: HeaderFields, start: AcceleratorEvent, recorded: RecordedWork

@@ -236,7 +236,7 @@ class CallStream:
         ranks, device = self._ranks, self.stream.device
         mine = DevicePeer.here(self._settings.identify(device), str(device))
         peers = exchange_peers(
-            PrefixStore("meet", self._store), ranks.members, ranks.index, mine, flight.deadline, self._stopped
+            PrefixStore("peers", self._store), ranks.members, ranks.index, mine, flight.deadline, self._stopped
         )
         self._peers = PeerWatch(peers, ranks.index, self._has_exited)
         self._entering = flight

@@ -84,14 +84,14 @@ class UnsendableError(Exception):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedObject:
     """An encoded object: `body`, and one-dimensional uint8 tensors that may share memory with the object."""
 
     body: bytearray
     buffers: list[torch.Tensor]
 
 
-def encode(value: object, name: str, allow_pickle: bool = False) -> Encoded:
+def encode(value: object, name: str, allow_pickle: bool = False) -> EncodedObject:
     """Encodes `value`; error messages refer to it as `name`.
 
     Raises:
@@ -102,10 +102,10 @@ def encode(value: object, name: str, allow_pickle: bool = False) -> Encoded:
     try:
         body = bytearray([BodyFormat.MSGPACK])
         msgspec.msgpack.Encoder().encode_into(value if is_plain_msgpack(value) else packer.pack(value), body, -1)
-        return Encoded(body, packer.buffers)
+        return EncodedObject(body, packer.buffers)
     except UnsendableError as refused:
         if allow_pickle:
-            return Encoded(bytearray([BodyFormat.PICKLE]) + pickle.dumps(value), [])
+            return EncodedObject(bytearray([BodyFormat.PICKLE]) + pickle.dumps(value), [])
         raise TypeError(f"{name}{''.join(reversed(refused.path))} is {refused}") from None
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from paceline.comm.group.call_plan import root_rank
-from paceline.comm.group.collectives.object_codec import Encoded, MalformedPayload, PickleRefused, decode, encode
+from paceline.comm.group.collectives.object_codec import EncodedObject, MalformedPayload, PickleRefused, decode, encode
 from paceline.comm.group.collectives.point_to_point import peer_rank, receive_from_any
 from paceline.comm.group.default import Group, get_global_rank, resolve
 from paceline.comm.group.eager import eager
@@ -288,7 +288,7 @@ class OutgoingObjects:
     ) -> None:
         """Encodes the objects. In error messages they are called `name`, with `{}` replaced by the object's index."""
         self.error: Exception | None = None
-        encoded: list[Encoded] = []
+        encoded: list[EncodedObject] = []
         try:
             for index, value in enumerate(objects):
                 encoded.append(encode(value, name.format(index), allow_pickle))
@@ -393,7 +393,7 @@ def announcement_for(count: int) -> torch.Tensor:
     return torch.empty(2 * count, dtype=torch.int64, device="cpu")
 
 
-def _head(encoded: Encoded) -> bytearray:
+def _head(encoded: EncodedObject) -> bytearray:
     lengths = [buffer.numel() for buffer in encoded.buffers]
     return bytearray(struct.pack(f"<{len(lengths)}Q", *lengths)) + encoded.body
 

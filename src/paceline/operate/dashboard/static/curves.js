@@ -1,6 +1,6 @@
 // Charts of logged values, one for each name: the mean over the ranks in front of their range.
 
-import { byId, colour, element, empty, fill, setText } from "./dom.js";
+import { byId, color, element, empty, fill, setText } from "./dom.js";
 import { short } from "./format.js";
 
 const CURVE_HEIGHT = 170;
@@ -72,7 +72,7 @@ function showCurve(name) {
 }
 
 function optionsOf(name, width) {
-  const axis = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+  const axis = { stroke: color("quiet"), grid: { stroke: color("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const edge = { stroke: "transparent", points: { show: false } };
   return {
     width,
@@ -94,7 +94,7 @@ function optionsOf(name, width) {
       { ...axis, size: 26, incrs: WHOLE },
       { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
     ],
-    series: [{}, { stroke: colour("backward"), width: 1.6, points: { show: false } }, edge, edge],
-    bands: [{ series: [3, 2], fill: `${colour("backward")}2e` }],
+    series: [{}, { stroke: color("backward"), width: 1.6, points: { show: false } }, edge, edge],
+    bands: [{ series: [3, 2], fill: `${color("backward")}2e` }],
   };
 }

@@ -34,23 +34,23 @@ export function empty(...children) {
   return element("div", { class: "empty" }, ...children);
 }
 
-let colours = {};
-let colourEpoch = 0;
+let colors = {};
+let colorEpoch = 0;
 
 // Changes whenever the colors change.
 export function paletteKey() {
-  return colourEpoch;
+  return colorEpoch;
 }
 
-export function colour(name) {
-  if (!(name in colours)) colours[name] = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-  return colours[name];
+export function color(name) {
+  if (!(name in colors)) colors[name] = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  return colors[name];
 }
 
-export function onNewColours(redraw) {
+export function onNewColors(redraw) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    colours = {};
-    colourEpoch += 1;
+    colors = {};
+    colorEpoch += 1;
     redraw();
   });
 }

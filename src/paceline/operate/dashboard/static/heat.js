@@ -1,6 +1,6 @@
 // Heat map with a row for each rank and a column for each step. Slow ranks appear as horizontal lines, slow steps as vertical ones.
 
-import { byId, colour, copied, element, empty, fill, hovering, paletteKey, prepared, setText } from "./dom.js";
+import { byId, color, copied, element, empty, fill, hovering, paletteKey, prepared, setText } from "./dom.js";
 import { count, ms } from "./format.js";
 
 const LABELS = 46;
@@ -40,7 +40,7 @@ export function drawHeat(picture, view) {
 function paintCells(context, shown, each, rowHeight) {
   const middle = median(shown.flatMap((step) => step.compute.filter((time) => time !== null)));
   const gap = [each > 5 ? 1 : 0, rowHeight > 7 ? 1 : 0];
-  const shades = scale(colour("heat-0"), colour("heat-1"));
+  const shades = scale(color("heat-0"), color("heat-1"));
   shown.forEach((step, column) => {
     for (let rank = 0; rank < step.compute.length; rank += 1) {
       const heat = heatOf(step, rank, middle);
@@ -82,17 +82,17 @@ function labels(context, ranks, rowHeight, width, shown, each, chosen) {
   context.textAlign = "right";
   for (let rank = 0; rank < ranks; rank += 1) {
     if (rank % every !== 0 && rank !== chosen) continue;
-    context.fillStyle = colour(rank === chosen ? "ink" : "quiet");
+    context.fillStyle = color(rank === chosen ? "ink" : "quiet");
     context.fillText(String(rank), LABELS - 8, Math.max(6, (rank + 0.5) * rowHeight));
   }
-  context.fillStyle = colour("quiet");
+  context.fillStyle = color("quiet");
   context.textAlign = "left";
   context.fillText(`step ${count(shown[0].step)}`, LABELS, ranks * rowHeight + 12);
   context.textAlign = "right";
   const right = LABELS + shown.length * each;
   if (right - LABELS > 180) context.fillText(count(shown[shown.length - 1].step), right, ranks * rowHeight + 12);
   if (chosen !== null && chosen < ranks) {
-    context.strokeStyle = colour("ink");
+    context.strokeStyle = color("ink");
     context.strokeRect(LABELS - 0.5, chosen * rowHeight - 0.5, shown.length * each, rowHeight);
   }
 }

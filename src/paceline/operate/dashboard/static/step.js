@@ -1,6 +1,6 @@
 // Breakdown of steps: a stacked bar for each recent step, and the recent medians as numbers.
 
-import { byId, colour, element, empty, fill, hovering, prepared, setText, swatch } from "./dom.js";
+import { byId, color, element, empty, fill, hovering, prepared, setText, swatch } from "./dom.js";
 import { count, ms, percent } from "./format.js";
 import { PARTS, PART_NAMES } from "./state.js";
 
@@ -36,8 +36,8 @@ function paintBars(steps) {
   const top = niceTop(steps.map((step) => step.parts.reduce((sum, part) => sum + part, 0)));
   const each = (width - AXIS) / Math.max(FEWEST_BARS, steps.length);
   const low = HEIGHT - 6;
-  context.fillStyle = colour("quiet");
-  context.strokeStyle = colour("line");
+  context.fillStyle = color("quiet");
+  context.strokeStyle = color("line");
   context.textAlign = "right";
   for (let at = 0; at <= 4; at += 1) {
     const y = low - (at / 4) * (low - 10);
@@ -49,7 +49,7 @@ function paintBars(steps) {
   }
   const gap = each > 4 ? 1 : 0;
   PARTS.forEach((part, place) => {
-    context.fillStyle = colour(part);
+    context.fillStyle = color(part);
     steps.forEach((step, at) => {
       const below = step.parts.slice(0, place).reduce((sum, time) => sum + time, 0);
       const y = low - (Math.min(top, below + step.parts[place]) / top) * (low - 10);

@@ -1,6 +1,6 @@
 // Timeline of one step on all ranks: each rank's phases, with its buckets below them. Dragging zooms in.
 
-import { byId, colour, copied, element, empty, fill, hovering, paletteKey, prepared, setText, swatch } from "./dom.js";
+import { byId, color, copied, element, empty, fill, hovering, paletteKey, prepared, setText, swatch } from "./dom.js";
 import { bytes, count, ms } from "./format.js";
 import { PART_NAMES } from "./state.js";
 
@@ -71,12 +71,12 @@ function paintLanes(timeline, view) {
   context.textAlign = "right";
   timeline.lanes.forEach((each, at) => {
     if (at % every && each.rank !== view.chosen) return;
-    context.fillStyle = colour(each.rank === view.chosen ? "ink" : "quiet");
+    context.fillStyle = color(each.rank === view.chosen ? "ink" : "quiet");
     context.fillText(String(each.rank), GUTTER - 8, Math.max(6, (at + 0.5) * lane));
   });
   if (dragged && dragged[1] !== null) {
     context.globalAlpha = 0.15;
-    context.fillStyle = colour("ink");
+    context.fillStyle = color("ink");
     context.fillRect(x(dragged[0]), 0, x(dragged[1]) - x(dragged[0]), bottom);
     context.globalAlpha = 1;
   }
@@ -86,16 +86,16 @@ function paintLane(context, lane, top, height, x) {
   const gap = height > 12 ? 3 : 1;
   const phase = height > 12 ? height * 0.44 : height * 0.5;
   for (const [name, begin, end] of lane.phases) {
-    context.fillStyle = colour(name in PART_NAMES ? name : "other");
+    context.fillStyle = color(name in PART_NAMES ? name : "other");
     context.fillRect(x(begin), top + gap / 2, Math.max(1, x(end) - x(begin) - 0.5), phase);
   }
   const y = top + gap / 2 + phase + (height > 12 ? 2 : 1);
   const thick = Math.max(2, height - phase - gap - (height > 12 ? 2 : 1));
-  context.fillStyle = colour("bucket-wait");
+  context.fillStyle = color("bucket-wait");
   for (const [ready, sent] of lane.buckets) {
     if (sent > ready) context.fillRect(x(ready), y + thick / 4, x(sent) - x(ready), thick / 2);
   }
-  context.fillStyle = colour("bucket");
+  context.fillStyle = color("bucket");
   for (const [, sent, done] of lane.buckets) {
     context.fillRect(x(sent), y, Math.max(1.5, x(done) - x(sent) - 1), thick);
   }
@@ -105,8 +105,8 @@ function grid(context, from, to, x, bottom) {
   const raw = (to - from) / 8;
   const unit = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * unit).find((each) => each >= raw);
-  context.strokeStyle = colour("line");
-  context.fillStyle = colour("quiet");
+  context.strokeStyle = color("line");
+  context.fillStyle = color("quiet");
   context.textAlign = "center";
   for (let time = Math.ceil(from / step) * step; time < to; time += step) {
     const at = Math.round(x(time)) + 0.5;

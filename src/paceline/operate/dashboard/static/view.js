@@ -1,6 +1,6 @@
 // Draws changes once per frame and stores the user's selection.
 
-import { byId, onNewColours, setText } from "./dom.js";
+import { byId, onNewColors, setText } from "./dom.js";
 import { drawCurves, redrawCurves } from "./curves.js";
 import { drawFigures, drawHeader, drawVerdict, drawWhatIf } from "./header.js";
 import { drawHeat } from "./heat.js";
@@ -78,7 +78,7 @@ function listen(view) {
     width = entry.contentRect.width;
     view.everything();
   }).observe(document.body);
-  onNewColours(() => {
+  onNewColors(() => {
     redrawCurves(view.picture);
     view.everything();
   });

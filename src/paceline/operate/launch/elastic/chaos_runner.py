@@ -1,4 +1,4 @@
-"""`ChaosRunner`: applies the random acts of `--chaos` to this machine's workers, and reports their effects."""
+"""`ChaosRunner`: applies the random actions of `--chaos` to this machine's workers, and reports their effects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from paceline.linux import pidfd_getfd
-from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAct, acts_of
+from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAction, actions_of
 from paceline.operate.launch.elastic.worker_pool import PoolWorker
 
 
@@ -60,17 +60,17 @@ class _Loss:
 
 @dataclass
 class ChaosStats:
-    """Counts of the acts so far, and recovery times after each loss of a worker."""
+    """Counts of the actions so far, and recovery times after each loss of a worker."""
 
     began_s: float
-    acts: Counter[str] = field(default_factory=Counter)
+    actions: Counter[str] = field(default_factory=Counter)
     replaced_s: list[float] = field(default_factory=list)  # time from each loss until the replacement enters a view
     pauses_s: list[float] = field(default_factory=list)  # time from each loss until the other workers enter a new view
     _losses: dict[int, _Loss] = field(default_factory=dict)  # losses that do not have a replacement yet, by slot
 
     def acted(self, kind: str) -> None:
-        """Counts an act."""
-        self.acts[kind] += 1
+        """Counts an action."""
+        self.actions[kind] += 1
 
     def lost(self, slot: int, others: set[str], now_s: float) -> None:
         """Records that the worker in a slot has exited while the workers `others` were participating."""
@@ -90,9 +90,9 @@ class ChaosStats:
 
     def summary(self, title: str, now_s: float) -> list[str]:
         """Returns the lines of the summary for the user."""
-        count = sum(self.acts.values())
-        kinds = ", ".join(f"{kind} {times}" for kind, times in sorted(self.acts.items())) or "none"
-        lines = [f"chaos ({title}): {count} acts in {now_s - self.began_s:.1f} s ({kinds})"]
+        count = sum(self.actions.values())
+        kinds = ", ".join(f"{kind} {times}" for kind, times in sorted(self.actions.items())) or "none"
+        lines = [f"chaos ({title}): {count} actions in {now_s - self.began_s:.1f} s ({kinds})"]
         lines.append(
             f"chaos: {len(self.replaced_s)} workers replaced{_spread(self.replaced_s, 'until each participated')}"
         )
@@ -116,10 +116,10 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class ChaosRunner:
-    """Applies chaos acts to the workers on one machine. Starts when the first of these workers enters a view.
+    """Applies chaos actions to the workers on one machine. Starts when the first of these workers enters a view.
 
     Args:
-        chaos: The kinds of acts and their frequencies.
+        chaos: The kinds of actions and their frequencies.
         machine: The number of this machine, which determines the random times.
         spared: The number of participating workers to spare; the training state is lost if none remains.
         say: A function that prints a line for the user.
@@ -128,8 +128,8 @@ class ChaosRunner:
     def __init__(self, chaos: Chaos, machine: int, spared: int, say: Callable[[str], None]) -> None:
         self._chaos = chaos
         self._spared = spared
-        self._acts = acts_of(chaos, machine)
-        self._next: ChaosAct = next(self._acts)
+        self._actions = actions_of(chaos, machine)
+        self._next: ChaosAction = next(self._actions)
         self._say = say
         self._ledger: ChaosStats | None = None
         self._hit: set[str] = set()
@@ -137,24 +137,24 @@ class ChaosRunner:
 
     @property
     def deadline_s(self) -> float | None:
-        """The time (monotonic) of the next act, or None before the first worker has entered a view."""
+        """The time (monotonic) of the next action, or None before the first worker has entered a view."""
         if self._ledger is None:
             return None
         return min([self._ledger.began_s + self._next.at_s, *(at_s for at_s, _ in self._stopped)])
 
     def tick(self, now_s: float, members: Sequence[PoolWorker]) -> None:
-        """Performs the acts that are due."""
+        """Performs the actions that are due."""
         while self._stopped and now_s >= self._stopped[0][0]:
             self._stopped.pop(0)[1].signal(signal.SIGCONT)
         while self._ledger is not None and now_s >= self._ledger.began_s + self._next.at_s:
-            act, self._next = self._next, next(self._acts)
+            action, self._next = self._next, next(self._actions)
             candidates = [worker for worker in members if _takes_part(worker) and worker.uid not in self._hit]
             if len(candidates) <= self._spared:
                 continue
-            victim = act.victim_of(candidates)
-            if self._do(act, victim):
-                self._ledger.acted(act.kind)
-                if act.kind == "stop":
+            victim = action.victim_of(candidates)
+            if self._do(action, victim):
+                self._ledger.acted(action.kind)
+                if action.kind == "stop":
                     self._stopped.append((now_s + _CONTINUES_AFTER_S, victim))
 
     def entered(self, member: PoolWorker, is_new: bool, now_s: float) -> None:
@@ -170,21 +170,21 @@ class ChaosRunner:
             self._ledger.lost(member.number, others, now_s)
 
     def summary(self, now_s: float) -> list[str]:
-        """Returns lines for the user about the acts and their effects."""
+        """Returns lines for the user about the actions and their effects."""
         if self._ledger is None:
             return [f"chaos ({self._chaos}): nothing was done because no worker participated"]
         return self._ledger.summary(str(self._chaos), now_s)
 
-    def _do(self, act: ChaosAct, member: PoolWorker) -> bool:
-        """Performs an act on a worker; returns whether that was possible."""
+    def _do(self, action: ChaosAction, member: PoolWorker) -> bool:
+        """Performs an action on a worker; returns whether that was possible."""
         assert member.worker is not None
-        when = f"chaos at {act.at_s:.2f} s: {act.kind}"
+        when = f"chaos at {action.at_s:.2f} s: {action.kind}"
         try:
-            if act.kind == "cut":
+            if action.kind == "cut":
                 count = disconnect_worker(member.worker.pid, member.worker.pidfd)
                 self._say(f"{when} {count} connections of {member} to other machines")
                 return count > 0
-            os.kill(member.worker.pid, _SIGNALS[act.kind])
+            os.kill(member.worker.pid, _SIGNALS[action.kind])
         except OSError as error:
             self._say(f"{when} is not possible for {member}: {error}")
             return False

@@ -31,17 +31,17 @@ from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay
 from paceline.operate.launch.multinode.membership import JobController, MembershipPolicy
 from paceline.operate.launch.multinode.node_connection import JobMovedError, NodeConnection
 from paceline.operate.launch.multinode.protocol import (
-    Answered,
-    Dropped,
     FollowLauncher,
+    FollowResponse,
     Inbox,
     JobEnded,
+    JobMoved,
+    JobRunning,
     MessageError,
-    Moved,
+    NodeDropped,
     Order,
-    Remember,
+    RecordFailures,
     Report,
-    Running,
     StartSlots,
     StateReplicated,
     encode,
@@ -54,14 +54,14 @@ from paceline.operate.launch.multinode.remote_client import (
     connect_in_time,
     lost_at,
 )
-from paceline.operate.launch.multinode.server import MeetingServer
+from paceline.operate.launch.multinode.server import RendezvousServer
 from paceline.train.elastic.coordinator.election import (
     ConnectionLoss,
     ContactResult,
     CoordinatorSearch,
-    GiveUp,
     JobDeserted,
     Pause,
+    StopSearch,
     TryMachine,
 )
 from paceline.train.elastic.protocol import NotifyOrder, ReplicatedJobState, ReplicateOrder
@@ -143,7 +143,7 @@ class CoordinatorClient:
         self._search = CoordinatorSearch(-1, self._seeks_s, random.random)
         self._closed = threading.Event()
         self._answered = threading.Event()
-        self._answer = Answered(False, -1)
+        self._answer = FollowResponse(False, -1)
         self._is_over = False
         self._is_asking = False
         self._say_at_s = 0.0
@@ -173,14 +173,14 @@ class CoordinatorClient:
             if self._log.leave is not None and self._search.has_lost:
                 self._over(JobEnded(1))  # no coordinator is left to receive the report
 
-    def running(self) -> Running | None:
+    def running(self) -> JobRunning | None:
         """Returns the notice for launchers outside the running job, or None if another launcher sends the notice."""
         with self._changing:
             known = self._state.knowledge
             if self._is_over or self._state.number < 0 or not known.views:
                 return None
             told = self._standby.running()
-            return Running(known.job) if told is None and self._search.is_seeking else told
+            return JobRunning(known.job) if told is None and self._search.is_seeking else told
 
     def receive(self) -> list[Order]:
         """Returns the orders that have arrived."""
@@ -214,19 +214,19 @@ class CoordinatorClient:
                 return
             self._log.ordered(order)
             match order:
-                case Answered():
+                case FollowResponse():
                     self._answer = order
                     self._answered.set()
-                case Dropped():
+                case NodeDropped():
                     self._was_dropped = True
-                case Remember():
+                case RecordFailures():
                     pass  # nothing to do, because `self._log` has recorded the order
                 case ReplicateOrder():
                     self._learn(wire, order.knowledge)
                 case FollowLauncher():
                     self._turn_over(wire, order)
                 case _:
-                    self._is_over = isinstance(order, JobEnded | Moved)
+                    self._is_over = isinstance(order, JobEnded | JobMoved)
                     if isinstance(order, StartSlots):
                         self._search.me = order.machine
                     self._queue.put(order)
@@ -286,7 +286,7 @@ class CoordinatorClient:
 
     def _turn_to(self, address: str) -> None:
         """Joins the job at its current coordinator after a redirect from another launcher."""
-        self._answer = Answered(False, -1)
+        self._answer = FollowResponse(False, -1)
         try:
             connection = connect_to_launcher(address, self._secret, self._silence_s)
         except LauncherUnreachableError as error:
@@ -319,9 +319,9 @@ class CoordinatorClient:
                 step = self._search.next(list(addresses), time.monotonic(), is_done=self._state.is_done)
                 asked = describe_attempts(known, self._search.answers)
                 if self._log.leave is not None and self._search.has_lost:
-                    step = GiveUp()
+                    step = StopSearch()
             match step:
-                case GiveUp():
+                case StopSearch():
                     self._over(JobEnded(1, f"no coordinator was found for {self._seeks_s:.0f} s ({asked})"))
                     return
                 case JobDeserted():
@@ -365,7 +365,7 @@ class CoordinatorClient:
         except LauncherUnreachableError as error:
             return error.answer, None
         self._answered.clear()
-        self._answer = Answered(False, -1)
+        self._answer = FollowResponse(False, -1)
         with self._changing:
             assert self._log.join is not None
             self._leader, self._is_asking = number, True
@@ -411,7 +411,7 @@ class RunningJobAnnouncer:
         self,
         address: tuple[str, int],
         secret: bytes | None,
-        running: Callable[[], Running | None],
+        running: Callable[[], JobRunning | None],
         is_here: Callable[[int], bool],
     ) -> None:
         self._address, self._secret = address, secret
@@ -440,7 +440,7 @@ class RunningJobAnnouncer:
             except OSError:
                 listens_there = -1
 
-    def _call(self, running: Running) -> int:
+    def _call(self, running: JobRunning) -> int:
         """Returns the number of the job's machine that is listening on the address, or -1 if there is none."""
         with contextlib.closing(connect(self._address, self._secret, _DIAL_S)) as connection:
             connection.sendall(encode(running))
@@ -453,7 +453,7 @@ def _answer(connection: Connection, until_s: float) -> int:
         connection.settimeout(left_s)
         data = connection.recv(1 << 16)
         for message in inbox.feed(data):
-            if isinstance(message, Answered):
+            if isinstance(message, FollowResponse):
                 return message.number
         if not data:
             break
@@ -498,7 +498,7 @@ def join_elastic(
     return NodeConnection(follower, own, server, standby, serves=controller is not None, announcer=announcer)
 
 
-def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting: tuple[str, int]) -> Connection:
+def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], address: tuple[str, int]) -> Connection:
     """Connects to the coordinator of the job, or to the rendezvous.
 
     Raises:
@@ -507,7 +507,7 @@ def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting
     """
     rendezvous = job.rendezvous
     if rendezvous.running is None:
-        return connect_in_time(meeting, secret, rendezvous.join_timeout_s, say)
+        return connect_in_time(address, secret, rendezvous.join_timeout_s, say)
     try:
         return connect_to_launcher(rendezvous.running[1], secret, _REACH_S)
     except LauncherUnreachableError as error:
@@ -516,8 +516,8 @@ def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting
 
 def _serve(
     listener: ListeningEndpoint, secret: bytes | None, standby: StandbyController, silence_s: float
-) -> MeetingServer:
-    server = MeetingServer(listener, secret, DashboardRelay(DiagnosisCollector(standby, "slot")), silence_s)
+) -> RendezvousServer:
+    server = RendezvousServer(listener, secret, DashboardRelay(DiagnosisCollector(standby, "slot")), silence_s)
     standby.wake = server.wake
     return server
 

@@ -31,7 +31,7 @@ from paceline.operate.launch.launcher import Launcher, Workers
 from paceline.operate.launch.multinode.node_connection import NodeConnection
 from paceline.operate.launch.multinode.protocol import (
     JobEnded,
-    Moved,
+    JobMoved,
     Order,
     Report,
     Slots,
@@ -59,16 +59,16 @@ from paceline.train.checkpoint.peer_memory.server import VARIABLE as COPIES
 from paceline.train.elastic.process_priority import LoweredPriorities
 from paceline.train.elastic.protocol import (
     CloseSlotsOrder,
-    Dismissed,
+    ExitRequest,
     FenceStalledOrder,
     FromWorker,
-    Installed,
     NotifyOrder,
-    Ready,
     SendOrder,
     ToWorker,
     TransferOffer,
     View,
+    ViewInstalled,
+    WorkerReady,
     encode_message,
 )
 
@@ -157,7 +157,7 @@ class ElasticAgent(Launcher):
             case NotifyOrder(reason):
                 self._events.write("wait", reason=reason)
                 self._say(reason)
-            case Moved() if self._end is None:
+            case JobMoved() if self._end is None:
                 self._give_way(order)
             case JobEnded() if self._end is None:
                 self._end = order
@@ -173,7 +173,7 @@ class ElasticAgent(Launcher):
         environment = self._environment("0")
         path = os.path.join(self._cleanup.directory, f"copies-{begin.machine}")
         environment[COPIES] = self._copies.open(path, self._resources.secret)
-        context = self._resources.open(begin, environment, self._machine, self._logs, self._keyboard, self._keeper)
+        context = self._resources.open(begin, environment, self._machine, self._logs, self._keyboard, self._recordings)
         self._members = WorkerPool(
             self._job,
             self._resources.start_of(begin),
@@ -227,9 +227,9 @@ class ElasticAgent(Launcher):
                 self._say(f"{member} is killed because it sent {datagram[:80]!r}, which is not a valid message")
                 member.signal(signal.SIGKILL)
                 return
-            case Ready():
+            case WorkerReady():
                 self._events.write("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
-            case Installed(generation):
+            case ViewInstalled(generation):
                 self._shutdown.took_part = True
                 self._events.write("installed", uid=member.uid, view=generation)
                 if self._chaos is not None:
@@ -242,7 +242,7 @@ class ElasticAgent(Launcher):
         member = self._members.by_uid(uid) if self._members is not None else None
         if member is None:
             return
-        if isinstance(message, Dismissed):
+        if isinstance(message, ExitRequest):
             member.life.dismissed = message.code
             if message.code:
                 self._say(f"{member} is dismissed: {message.reason}")
@@ -311,7 +311,7 @@ class ElasticAgent(Launcher):
         self._close_slots()
         if self._members is None:
             return
-        farewell = encode_message(Dismissed(end.reason or "the job has ended", end.code))
+        farewell = encode_message(ExitRequest(end.reason or "the job has ended", end.code))
         for member in self._members.members.values():
             if not member.life.has_finished:
                 member.life.dismissed = 0  # a dismissed worker's exit code is not a failure
@@ -321,7 +321,7 @@ class ElasticAgent(Launcher):
         patience_s = CONSEQUENCES_S if end.code else self._job.shutdown_timeout_s
         self._next_signal = (time.monotonic() + patience_s, signal.SIGTERM)
 
-    def _give_way(self, moved: Moved) -> None:
+    def _give_way(self, moved: JobMoved) -> None:
         """Kills all workers before this machine joins a different job."""
         self._end = JobEnded(0)
         if self._stopped_by is None:

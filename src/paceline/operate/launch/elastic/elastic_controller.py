@@ -16,19 +16,19 @@ from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.elastic.machine_log import ReportedFailures
 from paceline.operate.launch.multinode.membership import MembershipPolicy, Orders, incompatibility
 from paceline.operate.launch.multinode.protocol import (
-    Answered,
-    Departing,
-    Dropped,
+    ExitNotice,
     Follow,
     FollowLauncher,
+    FollowResponse,
     JobEnded,
+    JobMoved,
+    JobRunning,
     JoinJob,
-    Leave,
-    Moved,
+    NodeDropped,
+    NodeStopped,
     Order,
-    Remember,
+    RecordFailures,
     Report,
-    Running,
     Slots,
     StartSlots,
     StateReplicated,
@@ -169,7 +169,7 @@ class ShutdownPlan:
 
     def announced(self) -> list[Report]:
         """Returns the reports to send to the coordinator after the first signal."""
-        return [Departing()] if self.number == ORDERLY_SIGNAL else []
+        return [ExitNotice()] if self.number == ORDERLY_SIGNAL else []
 
     def hands_over(self, coordinates: bool) -> bool:
         """Returns True if this launcher must hand over the coordination before it exits."""
@@ -180,7 +180,7 @@ class ShutdownPlan:
         if self.number is None or self.has_left or self.hands_over(coordinates):
             return []
         self.has_left = True
-        return [Leave(self.number.name)]
+        return [NodeStopped(self.number.name)]
 
     def is_well(self, code: int) -> bool:
         """Returns True if the shutdown was orderly, given the exit code of the job."""
@@ -217,7 +217,7 @@ class ElasticController:
     _is_gathered: bool = False
     _has_spoken: bool = False  # whether a worker has ever sent a message
     _blame: ReportedFailures = field(default_factory=ReportedFailures)
-    _end: JobEnded | Moved | None = None
+    _end: JobEnded | JobMoved | None = None
     _has_heard_of_another: bool = False
     _returning: dict[str, JoinJob] = field(default_factory=dict)
     _quiet_until_s: float = 0.0
@@ -313,29 +313,29 @@ class ElasticController:
                 return self._carry(self._coordinator.worker_said(uid, message, now_s))
             case Slots():
                 return self._slots_changed(node, report, now_s)
-            case Departing():
+            case ExitNotice():
                 return self._carry(self._coordinator.machine_leaves(name, now_s))
-            case Leave(reason):
+            case NodeStopped(reason):
                 return self._left(node, reason, now_s)
         return []
 
-    def running(self) -> Running | None:
+    def running(self) -> JobRunning | None:
         """Returns the notice for launchers outside this job, or None after the job has ended."""
         if self._end is not None:
             return None
         is_sure = self._is_gathered and self._coordinator.lacks_quorum_s is None
-        return Running(self.identity, self._machines.listens(self._machines.home) if is_sure else "")
+        return JobRunning(self.identity, self._machines.listens(self._machines.home) if is_sure else "")
 
     def is_here(self, number: int) -> bool:
         """Returns True if a machine is connected."""
         return any(machine.number == number for machine in self._machines.here.values())
 
-    def heard_of(self, other: Running, now_s: float) -> Orders:
+    def heard_of(self, other: JobRunning, now_s: float) -> Orders:
         """Handles the notice of a running job: moves to that job, or waits until that job has a coordinator."""
         if self._end is not None:
             return []
         if other.address:
-            self._end = Moved(other.job, other.address)
+            self._end = JobMoved(other.job, other.address)
             return [(node, self._end) for node in self._machines.here]
         self._quiet_until_s = now_s + _QUIET_SINCE_A_CALL_S
         is_held_back = self._coordinator.hold_back(self._quiet_until_s)
@@ -385,7 +385,7 @@ class ElasticController:
         if join.number >= 0:
             self._returning[node] = join
             return []
-        if isinstance(self._end, Moved):
+        if isinstance(self._end, JobMoved):
             return [(node, self._end)]
         if self._end is not None:
             return [(node, JobEnded(self._end.code if join.job == self.identity else 1, "the job has ended"))]
@@ -416,15 +416,15 @@ class ElasticController:
         if join is None:
             return []
         if report.knowledge.job not in ("", self.identity):
-            waits = self.heard_of(Running(report.knowledge.job), now_s)
-            return [*waits, (node, Answered(False, -1, is_stranger=True)), (node, Dropped())]
+            waits = self.heard_of(JobRunning(report.knowledge.job), now_s)
+            return [*waits, (node, FollowResponse(False, -1, is_stranger=True)), (node, NodeDropped())]
         if self._end is not None:
             return [(node, self._end)]
         machines = self._machines
         store = machines.served_by(machines.returns(node, join, report))
         told = [*self._learn_of(follow.failures), *self._remember(node)]
         given = self._coordinator.machine_returned(report, now_s, join.listens, store)
-        return [(node, Answered(True, machines.home)), *told, *self._carry(given)]
+        return [(node, FollowResponse(True, machines.home)), *told, *self._carry(given)]
 
     def _slots_changed(self, node: str, report: Slots, now_s: float) -> Orders:
         machines = self._machines
@@ -442,7 +442,7 @@ class ElasticController:
 
     def _remember(self, node: str) -> Orders:
         is_kept = self._blame.failures and not self._machines.is_lone
-        return [(node, Remember(self._blame.failures))] if is_kept else []
+        return [(node, RecordFailures(self._blame.failures))] if is_kept else []
 
     def _left(self, node: str, reason: str, now_s: float) -> Orders:
         machine = self._machines.here[node]

@@ -1,6 +1,6 @@
 """Parsing of the options `--elastic`, `--min-workers`, `--preload` and `--chaos`.
 
-Chaos acts are generated from a seed, without processes or a clock (`acts_of`); `chaos_runner.py` performs them.
+Chaos actions are generated from a seed, without processes or a clock (`actions_of`); `chaos_runner.py` performs them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _Candidate = TypeVar("_Candidate")
 
 @dataclass(frozen=True)
 class Chaos:
-    """The configuration of random acts against workers.
+    """The configuration of random actions against workers.
 
     Attributes:
-        intervals_s: The kinds of acts, each with the mean time between acts in seconds.
+        intervals_s: The kinds of actions, each with the mean time between actions in seconds.
         seed: The seed for the random times.
     """
 
@@ -59,7 +59,7 @@ class Chaos:
 
     @property
     def cuts(self) -> bool:
-        """Whether any of the acts cuts connections."""
+        """Whether any of the actions cuts connections."""
         return any(kind == "cut" for kind, _ in self.intervals_s)
 
     def __str__(self) -> str:
@@ -67,12 +67,12 @@ class Chaos:
 
 
 @dataclass(frozen=True, order=True)
-class ChaosAct:
-    """A random act against a worker.
+class ChaosAction:
+    """A random action against a worker.
 
     Attributes:
         at_s: The time since the start of the chaos, in seconds.
-        kind: The kind of the act.
+        kind: The kind of the action.
         choice: A number in [0, 1) that selects the worker.
     """
 
@@ -85,16 +85,16 @@ class ChaosAct:
         return candidates[int(self.choice * len(candidates))]
 
 
-def acts_of(chaos: Chaos, machine: int = 0) -> Iterator[ChaosAct]:
-    """Returns an endless iterator over a machine's acts, ordered by time."""
-    return heapq.merge(*(_acts(kind, interval_s, chaos.seed, machine) for kind, interval_s in chaos.intervals_s))
+def actions_of(chaos: Chaos, machine: int = 0) -> Iterator[ChaosAction]:
+    """Returns an endless iterator over a machine's actions, ordered by time."""
+    return heapq.merge(*(_actions(kind, interval_s, chaos.seed, machine) for kind, interval_s in chaos.intervals_s))
 
 
-def _acts(kind: str, interval_s: float, seed: int, machine: int) -> Iterator[ChaosAct]:
+def _actions(kind: str, interval_s: float, seed: int, machine: int) -> Iterator[ChaosAction]:
     random, at_s = Random(f"{seed}/{machine}/{kind}"), 0.0
     while True:
         at_s += random.expovariate(1.0 / interval_s)
-        yield ChaosAct(at_s, kind, random.random())
+        yield ChaosAction(at_s, kind, random.random())
 
 
 def _seconds(text: str, part: str) -> float:
@@ -103,7 +103,9 @@ def _seconds(text: str, part: str) -> float:
     except ValueError:
         value = -1.0
     if not _SHORTEST_S <= value < float("inf"):
-        raise ArgumentTypeError(f"{part!r} has no mean time between two acts, such as 2s, of {_SHORTEST_S:g}s or more")
+        raise ArgumentTypeError(
+            f"{part!r} has no mean time between two actions, such as 2s, of {_SHORTEST_S:g}s or more"
+        )
     return value
 
 
@@ -114,7 +116,7 @@ class ElasticOptions:
     Attributes:
         min_workers: The minimum number of workers; the job waits while there are fewer.
         most_replacements: The maximum number of replacements on this machine, or None for no limit.
-        chaos: The configuration of random acts, or None.
+        chaos: The configuration of random actions, or None.
         preload: The modules to import before forking workers.
     """
 
@@ -156,7 +158,7 @@ def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: 
 
 
 def _check_chaos(chaos: Chaos, workers: int) -> None:
-    """Raises an error if the chaos acts are impossible on a single machine."""
+    """Raises an error if the chaos actions are impossible on a single machine."""
     if chaos.cuts:
         raise OptionError(
             "--chaos cut needs several machines: workers on one machine communicate through shared memory, so there "

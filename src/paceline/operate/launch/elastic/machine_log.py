@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from paceline.operate.launch.multinode.protocol import (
-    Departing,
+    ExitNotice,
     Follow,
     JoinJob,
-    Leave,
+    NodeStopped,
     Order,
-    Remember,
+    RecordFailures,
     Report,
     Slots,
     StartSlots,
@@ -24,18 +24,18 @@ from paceline.operate.launch.multinode.protocol import (
 )
 from paceline.operate.launch.workers.failures import WorkerFailure, shortened
 from paceline.train.elastic.protocol import (
-    Broken,
     CaughtUp,
     FromWorker,
-    Installed,
-    Leaving,
+    LeaveNotice,
     LoopFinished,
     MachineReport,
-    Ready,
     ReplicatedJobState,
     SendOrder,
     TransferReady,
     View,
+    ViewFailed,
+    ViewInstalled,
+    WorkerReady,
     WorkerReport,
     merge_job_states,
 )
@@ -56,21 +56,21 @@ class ReplayableMessages:
     def heard(self, message: FromWorker) -> None:
         """Adds the worker's next message, and removes earlier messages that are superseded by it."""
         match message:
-            case Ready():
-                self.messages = [entry for entry in self.messages if isinstance(entry, Leaving)]
-            case Installed():
-                self._forget(Installed, Broken, CaughtUp)
+            case WorkerReady():
+                self.messages = [entry for entry in self.messages if isinstance(entry, LeaveNotice)]
+            case ViewInstalled():
+                self._forget(ViewInstalled, ViewFailed, CaughtUp)
             case CaughtUp():
                 self._forget(CaughtUp)
             case TransferReady():
                 given = [entry for entry in self.messages if isinstance(entry, TransferReady)]
                 self.messages = [entry for entry in self.messages if entry not in given[: 1 - _TRANSFERS_KEPT]]
-            case Broken():
-                self._forget(Broken)
-            case Leaving():
-                self._forget(Leaving)
+            case ViewFailed():
+                self._forget(ViewFailed)
+            case LeaveNotice():
+                self._forget(LeaveNotice)
             case LoopFinished():
-                self._forget(LoopFinished, Broken)
+                self._forget(LoopFinished, ViewFailed)
         self.messages.append(message)
 
     def _forget(self, *kinds: type[FromWorker]) -> None:
@@ -206,7 +206,7 @@ class MachineLog:
     account: MachineState
     blame: ReportedFailures = field(default_factory=ReportedFailures)
     join: JoinJob | None = None
-    leave: Leave | None = None
+    leave: NodeStopped | None = None
 
     def reported(self, report: Report) -> None:
         """Records a report from this launcher to the coordinator."""
@@ -225,9 +225,9 @@ class MachineLog:
             case Slots(count, failures):
                 account.slots = count
                 self.blame.add(failures)
-            case Departing():
+            case ExitNotice():
                 account.is_leaving = True
-            case Leave():
+            case NodeStopped():
                 self.leave = report
 
     def ordered(self, order: Order) -> None:
@@ -237,7 +237,7 @@ class MachineLog:
                 self.account.number, self.account.first_slot = order.machine, order.first_slot
             case SendOrder(message=View() as view):
                 self.account.passes_on(view)
-            case Remember(failures):
+            case RecordFailures(failures):
                 self.blame.add(failures)
 
     def follow(self) -> Follow:

@@ -9,7 +9,15 @@ from collections.abc import Callable
 from paceline.operate.launch.elastic.elastic_controller import ElasticController
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.multinode.membership import MembershipPolicy, Orders
-from paceline.operate.launch.multinode.protocol import Answered, Dropped, Follow, JoinJob, Order, Report, Running
+from paceline.operate.launch.multinode.protocol import (
+    Follow,
+    FollowResponse,
+    JobRunning,
+    JoinJob,
+    NodeDropped,
+    Order,
+    Report,
+)
 from paceline.train.elastic.coordinator.election import Candidacy
 
 RESIGN_S = 2.0  # a coordinator without a quorum for this long resigns and searches for another coordinator
@@ -44,7 +52,7 @@ class StandbyController:
         """Whether this launcher coordinates the job."""
         return self._controller is not None
 
-    def running(self) -> Running | None:
+    def running(self) -> JobRunning | None:
         """Returns the notice for launchers outside the job, or None if this launcher does not coordinate the job."""
         with self._changing:
             return self._controller.running() if self._controller is not None else None
@@ -89,7 +97,7 @@ class StandbyController:
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
         """Handles a report from another launcher."""
         with self._changing:
-            if isinstance(report, Running):
+            if isinstance(report, JobRunning):
                 return self._heard_of(node, report, now_s)
             if self._controller is not None and not (self._successor and isinstance(report, (Follow, JoinJob))):
                 return self._with(self._controller.reported(node, report, now_s))
@@ -100,11 +108,11 @@ class StandbyController:
                 return []
             followed = report.report
             if followed.knowledge.job not in ("", self._job):
-                return [(node, Answered(False, -1, is_stranger=True)), (node, Dropped())]
+                return [(node, FollowResponse(False, -1, is_stranger=True)), (node, NodeDropped())]
             self._nodes = {name: number for name, number in self._nodes.items() if number != followed.number}
             self._nodes[node] = followed.number
             self._candidacy.follows(followed, now_s)
-            welcome: list[tuple[str, Order]] = [(node, Answered(True, self._number))]
+            welcome: list[tuple[str, Order]] = [(node, FollowResponse(True, self._number))]
             return welcome + self._consider(now_s)
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
@@ -131,11 +139,11 @@ class StandbyController:
             if lacks_s is None or now_s < lacks_s + RESIGN_S:
                 return given
             nodes, self._controller = controller.nodes, None
-            return given + [(node, Dropped()) for node in nodes]
+            return given + [(node, NodeDropped()) for node in nodes]
 
-    def _heard_of(self, node: str, running: Running, now_s: float) -> Orders:
+    def _heard_of(self, node: str, running: JobRunning, now_s: float) -> Orders:
         if running.job == (self._controller.identity if self._controller is not None else self._job):
-            return [(node, Answered(False, self._number))]
+            return [(node, FollowResponse(False, self._number))]
         return self._controller.heard_of(running, now_s) if self._controller is not None else []
 
     def _with(self, given: Orders) -> Orders:
@@ -151,7 +159,7 @@ class StandbyController:
         """Redirects a launcher to the coordinator. Waits for a `Follow` if the launcher is already part of the job."""
         if not isinstance(report, Follow) and not (isinstance(report, JoinJob) and report.number < 0):
             return []
-        return [(node, Answered(False, *(self._successor or self._leader))), (node, Dropped())]
+        return [(node, FollowResponse(False, *(self._successor or self._leader))), (node, NodeDropped())]
 
     def _gone(self, node: str, now_s: float) -> Orders:
         number = self._nodes.pop(node, None)
@@ -171,7 +179,7 @@ class StandbyController:
             return []
         nodes = {node for node, _ in self._said}
         self._candidacy, self._said, self._nodes = None, [], {}
-        return [(node, Dropped()) for node in nodes]
+        return [(node, NodeDropped()) for node in nodes]
 
     def _take_office(self, candidacy: Candidacy, now_s: float) -> Orders:
         """Takes over the job based on the followers' reports, then handles the messages that followed them."""

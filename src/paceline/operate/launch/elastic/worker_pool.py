@@ -23,7 +23,7 @@ from paceline.comm.store.tcp_store import StoreServer, listen
 from paceline.linux import process_fields
 from paceline.operate.launch.elastic.worker_replacement import WorkerHistory
 from paceline.operate.launch.job import Job
-from paceline.operate.launch.job_directory import RecordingKeeper
+from paceline.operate.launch.job_directory import JobRecordings
 from paceline.operate.launch.multinode.node_connection import NodeConnection
 from paceline.operate.launch.multinode.protocol import Start, StartSlots
 from paceline.operate.launch.workers.cleanup import Cleanup
@@ -178,7 +178,7 @@ class WorkerResources:
         machine: MachineResources,
         logs: Logs,
         keyboard: Keyboard,
-        keeper: RecordingKeeper,
+        recordings: JobRecordings,
     ) -> WorkerContext:
         """Creates the resources, adds variables to `environment`, and returns the workers' common context.
 
@@ -204,7 +204,7 @@ class WorkerResources:
             gpus=machine.gpus,
             logs=logs,
             keyboard=keyboard,
-            keeper=keeper,
+            recordings=recordings,
         )
 
     def start_of(self, begin: StartSlots) -> Start:

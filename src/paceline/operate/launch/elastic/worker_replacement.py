@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from paceline.train.elastic.protocol import LEFT_OUT, FromWorker, Installed, Leaving, LoopFinished
+from paceline.train.elastic.protocol import LEFT_OUT, FromWorker, LeaveNotice, LoopFinished, ViewInstalled
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
@@ -59,9 +59,9 @@ class WorkerHistory:
     def heard(self, message: FromWorker, now_s: float) -> None:
         """Records a message from the worker."""
         match message:
-            case Installed():
+            case ViewInstalled():
                 self.took_part_s = self.took_part_s or now_s
-            case Leaving():
+            case LeaveNotice():
                 self.is_leaving = True
             case LoopFinished():
                 self.has_finished = True

@@ -24,16 +24,16 @@ import msgspec
 
 from paceline import __version__
 from paceline.operate.launch.multinode.protocol import (
-    Failed,
     JobEnded,
     JoinJob,
-    Leave,
+    NodeStopped,
     Order,
     Report,
     Start,
     Stop,
-    Stopped,
+    WorkerFailed,
     WorkersFinished,
+    WorkersStopped,
 )
 from paceline.operate.launch.workers.failures import WorkerFailure, first_failure, shortened
 from paceline.train.elastic.protocol import NotifyOrder
@@ -128,8 +128,8 @@ class MembershipPolicy:
         join_timeout_s: The time to wait for `min_nodes` nodes.
         port: The port for torch's store as chosen by the user, or None.
         return_timeout_s: The time to wait for machines without which an elastic job cannot continue.
-        meeting_first: Whether the node that hosts the rendezvous gets the first ranks, because all other nodes can
-            reach it.
+        rendezvous_host_first: Whether the node that hosts the rendezvous gets the first ranks, because all other nodes
+            can reach it.
     """
 
     run_id: str
@@ -141,7 +141,7 @@ class MembershipPolicy:
     join_timeout_s: float = 600.0
     port: int | None = None
     return_timeout_s: float = 120.0
-    meeting_first: bool = False
+    rendezvous_host_first: bool = False
 
 
 def pause_s(restarts: int) -> float:
@@ -177,13 +177,13 @@ class Membership:
         match report:
             case JoinJob():
                 return self.joined(node, report, now_s)
-            case Failed():
+            case WorkerFailed():
                 return self.failed(node, report, now_s)
             case WorkersFinished():
                 return self.finished(node, report, now_s)
-            case Stopped():
+            case WorkersStopped():
                 return self.stopped(node, report, now_s)
-            case Leave():
+            case NodeStopped():
                 return self.left(node, report, now_s)
         return []
 
@@ -215,7 +215,7 @@ class Membership:
             return self._stop(f"{join.host} joins")
         return [(node, NotifyOrder(f"{len(self.members)} machines are in use; this one waits for a free place"))]
 
-    def failed(self, node: str, report: Failed, now_s: float) -> Orders:
+    def failed(self, node: str, report: WorkerFailed, now_s: float) -> Orders:
         """Records the first failure among a node's workers; `stopped` follows."""
         if report.generation != self.generation or self.phase not in (
             MembershipPhase.RUNNING,
@@ -234,7 +234,7 @@ class Membership:
             self._finished.add(node)
         return self._closed(node, report.generation, now_s)
 
-    def stopped(self, node: str, report: Stopped, now_s: float) -> Orders:
+    def stopped(self, node: str, report: WorkersStopped, now_s: float) -> Orders:
         """Records that all of a node's workers have exited."""
         if node in self.nodes:
             self.nodes[node] = msgspec.structs.replace(self.nodes[node], port=report.port, store_port=report.store_port)
@@ -243,7 +243,7 @@ class Membership:
             self._failures += [failure for failure in report.failures if (failure.rank, failure.pid) not in known]
         return self._closed(node, report.generation, now_s)
 
-    def left(self, node: str, leave: Leave, now_s: float) -> Orders:
+    def left(self, node: str, leave: NodeStopped, now_s: float) -> Orders:
         """Removes a node that was stopped by its user or scheduler."""
         join = self.nodes.get(node)
         if join is None:
@@ -307,7 +307,7 @@ class Membership:
     def _start(self, now_s: float) -> Orders:
         if self.policy.is_static:
             self.nodes = dict(sorted(self.nodes.items(), key=lambda item: item[1].node_rank or 0))
-        elif self.policy.meeting_first:
+        elif self.policy.rendezvous_host_first:
             self.nodes = dict(sorted(self.nodes.items(), key=lambda item: not item[1].serves))
         self.generation += 1
         self.phase = MembershipPhase.RUNNING

@@ -1,6 +1,6 @@
 """Connection from this node to the rendezvous, and the rendezvous server if this machine runs it.
 
-A launcher sends reports and receives orders through a `MeetingClient`. A job on a single machine does not need a
+A launcher sends reports and receives orders through a `RendezvousClient`. A job on a single machine does not need a
 socket.
 """
 
@@ -18,14 +18,14 @@ from paceline.comm.security.secret import is_loopback
 from paceline.operate.diagnosis.clock_offset import Offset
 from paceline.operate.launch.multinode.membership import JobController, Orders
 from paceline.operate.launch.multinode.protocol import Order, Report
-from paceline.operate.launch.multinode.server import MeetingServer
+from paceline.operate.launch.multinode.server import RendezvousServer
 
 if TYPE_CHECKING:
     from paceline.operate.launch.elastic.coordinator_client import RunningJobAnnouncer
     from paceline.operate.launch.elastic.standby_controller import StandbyController
 
 
-class MeetingClient(Protocol):
+class RendezvousClient(Protocol):
     """A launcher's access to the rendezvous."""
 
     @property
@@ -115,9 +115,9 @@ class NodeConnection:
         announcer: The announcer for an elastic job whose coordinator may not be at the rendezvous address, or None.
     """
 
-    client: MeetingClient
+    client: RendezvousClient
     address: str
-    server: MeetingServer | None = None
+    server: RendezvousServer | None = None
     standby: StandbyController | None = None
     serves: bool = True
     announcer: RunningJobAnnouncer | None = None

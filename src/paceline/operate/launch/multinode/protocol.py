@@ -81,7 +81,7 @@ class _ForeignJoin(msgspec.Struct, frozen=True):
     version: str = ""
 
 
-class Failed(_NodeMessage, frozen=True):
+class WorkerFailed(_NodeMessage, frozen=True, tag="Failed"):
     """Report: a worker on the node has failed, the first in this generation. The node is stopping its other workers."""
 
     generation: Int64
@@ -94,7 +94,7 @@ class WorkersFinished(_NodeMessage, frozen=True):
     generation: Int64
 
 
-class Stopped(_NodeMessage, frozen=True):
+class WorkersStopped(_NodeMessage, frozen=True, tag="Stopped"):
     """Report: all workers on the node have exited. The ports are for the next generation, as in `JoinJob`."""
 
     generation: Int64
@@ -103,13 +103,13 @@ class Stopped(_NodeMessage, frozen=True):
     store_port: Int64 = 0
 
 
-class Leave(_NodeMessage, frozen=True):
+class NodeStopped(_NodeMessage, frozen=True, tag="Leave"):
     """Report: the node was stopped by its user or scheduler, and its workers have exited."""
 
     reason: str
 
 
-class Departing(_NodeMessage, frozen=True):
+class ExitNotice(_NodeMessage, frozen=True, tag="Departing"):
     """Elastic report: the node's launcher exits soon.
 
     Once its workers have exited, it leaves or hands over the coordination.
@@ -163,10 +163,10 @@ class Follow(_NodeMessage, frozen=True):
     failures: tuple[WorkerFailure, ...] = ()
 
 
-class Running(_NodeMessage, frozen=True):
+class JobRunning(_NodeMessage, frozen=True, tag="Running"):
     """Elastic report: a notice to the launcher at the rendezvous address that a job is already running.
 
-    A launcher that is part of that job responds with an Answered. Any other launcher does not respond.
+    A launcher that is part of that job responds with a FollowResponse. Any other launcher does not respond.
 
     Attributes:
         job: The identity of the job.
@@ -273,7 +273,7 @@ class Start(_NodeMessage, frozen=True):
 
 
 class Stop(_NodeMessage, frozen=True):
-    """Order: stop the workers and report `Stopped`.
+    """Order: stop the workers and report `WorkersStopped`.
 
     After a failure (`is_failure`), the workers get some time to report their resulting errors.
     """
@@ -301,7 +301,7 @@ class StartSlots(_NodeMessage, frozen=True):
     store: str = ""
 
 
-class Remember(_NodeMessage, frozen=True):
+class RecordFailures(_NodeMessage, frozen=True, tag="Remember"):
     """Elastic order: store the failures for the final report and for the next coordinator."""
 
     failures: tuple[WorkerFailure, ...]
@@ -314,7 +314,7 @@ class FollowLauncher(_NodeMessage, frozen=True):
     address: str
 
 
-class Answered(_NodeMessage, frozen=True):
+class FollowResponse(_NodeMessage, frozen=True, tag="Answered"):
     """Elastic order: the response to a launcher that requests to follow this one.
 
     Attributes:
@@ -332,14 +332,14 @@ class Answered(_NodeMessage, frozen=True):
     is_stranger: bool = False
 
 
-class Moved(_NodeMessage, frozen=True):
+class JobMoved(_NodeMessage, frozen=True, tag="Moved"):
     """Elastic order: this job is abandoned for one that is already running; join that job at `address`."""
 
     job: str
     address: str
 
 
-class Dropped(_NodeMessage, frozen=True):
+class NodeDropped(_NodeMessage, frozen=True, tag="Dropped"):
     """Order: the server drops the node or stops serving, and closes the connection. The server's launcher continues."""
 
 
@@ -387,11 +387,11 @@ class JobEnded(_NodeMessage, frozen=True, tag="End"):
 
 Report = (
     JoinJob
-    | Failed
+    | WorkerFailed
     | WorkersFinished
-    | Stopped
-    | Leave
-    | Departing
+    | WorkersStopped
+    | NodeStopped
+    | ExitNotice
     | Heartbeat
     | AskTime
     | WorkerStarted
@@ -400,7 +400,7 @@ Report = (
     | WorkerMessage
     | Slots
     | Follow
-    | Running
+    | JobRunning
     | StateReplicated
     | SnapshotReport
     | DashboardWatched
@@ -419,11 +419,11 @@ Order = (
     | FenceStalledOrder
     | CloseSlotsOrder
     | ReplicateOrder
-    | Remember
+    | RecordFailures
     | FollowLauncher
-    | Answered
-    | Moved
-    | Dropped
+    | FollowResponse
+    | JobMoved
+    | NodeDropped
     | RequestSnapshot
     | UserMessage
     | DashboardWatched

@@ -84,7 +84,7 @@ class ServerConnection:
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self._threads = [
-            threading.Thread(target=target, name="paceline-meeting-client", daemon=True)
+            threading.Thread(target=target, name="paceline-rendezvous-client", daemon=True)
             for target in (self._read, self._beat)
         ]
 

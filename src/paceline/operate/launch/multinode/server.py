@@ -1,4 +1,4 @@
-"""`MeetingServer`: forwards reports from nodes to the controller and orders back to nodes, and detects lost nodes.
+"""`RendezvousServer`: forwards reports from nodes to the controller and orders back to nodes, and detects lost nodes.
 
 A launcher that is merely starved of processor time is not considered lost (`is_starved`). If all cores are busy, a
 machine may not run its launcher for seconds. Its kernel still acknowledges data, unlike that of a lost or disconnected
@@ -25,10 +25,10 @@ from paceline.comm.security.secret import derive_key
 from paceline.operate.launch.multinode.membership import JobController, Orders
 from paceline.operate.launch.multinode.protocol import (
     AskTime,
-    Dropped,
     Heartbeat,
     Inbox,
     MessageError,
+    NodeDropped,
     Order,
     Report,
     TellTime,
@@ -96,7 +96,7 @@ class _Node:
 
     def part(self) -> None:
         """Closes the connection such that the node does not conclude that this launcher has exited."""
-        self.send(Dropped())
+        self.send(NodeDropped())
         self.close()
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: floa
     return text
 
 
-class MeetingServer:
+class RendezvousServer:
     """Serves the rendezvous on separate threads until `close`.
 
     One thread serves the nodes, and a second thread sends heartbeats. On a busy machine, the diagnosis of a failure may
@@ -163,7 +163,7 @@ class MeetingServer:
         self._turned_s = time.monotonic()  # time at which the serving thread last began an iteration
         self._is_over = threading.Event()
         self._threads = [
-            threading.Thread(target=target, name=f"paceline-meeting{suffix}", daemon=True)
+            threading.Thread(target=target, name=f"paceline-rendezvous{suffix}", daemon=True)
             for target, suffix in ((self._serve, ""), (self._beat, "-beat"))
         ]
         for thread in self._threads:
@@ -285,7 +285,7 @@ class MeetingServer:
         for name, order in orders:
             if name not in self._nodes:
                 continue
-            if isinstance(order, Dropped):
+            if isinstance(order, NodeDropped):
                 self._part(self._nodes.pop(name))
             else:
                 self._send(self._nodes[name], order)

@@ -48,8 +48,8 @@ class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
         workers: The number of workers on this machine; None to use the command line's.
         run_id: The job's name.
         shutdown_s: The time between the shutdown request and SIGKILL, in seconds.
-        meeting: The address of the rendezvous; None on the machine that hosts the rendezvous.
-        towards: The name of another machine, from which the rendezvous address must be reachable.
+        rendezvous: The address of the rendezvous; None on the machine that hosts the rendezvous.
+        toward: The name of another machine, from which the rendezvous address must be reachable.
         passes_local_rank: Whether to pass --local_rank to workers.
     """
 
@@ -62,8 +62,8 @@ class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
     workers: int | None
     run_id: str
     shutdown_s: float
-    meeting: tuple[str, int] | None = None
-    towards: str = ""
+    rendezvous: tuple[str, int] | None = None
+    toward: str = ""
     passes_local_rank: bool = False
 
 

@@ -115,7 +115,7 @@ class RemoteLaunch:
         self._is_elastic = is_elastic
         self._phases = [LauncherPhase.STARTED] * len(parts)
         self._codes: list[int | None] = [None] * len(parts)
-        self._meeting: tuple[str, int] | None = None
+        self._rendezvous: tuple[str, int] | None = None
         self._actions: list[Action] = []
         self._is_failing = False  # whether a launcher failed to start
         self._is_ending = False  # whether all launchers have been asked to exit
@@ -150,8 +150,8 @@ class RemoteLaunch:
         match message:
             case LauncherReady() if self._phases[machine] is LauncherPhase.STARTED:
                 self._on_hello(machine, message, now_s)
-            case RendezvousAddress(host, port) if machine == 0 and self._meeting is None:
-                self._meeting = host, port
+            case RendezvousAddress(host, port) if machine == 0 and self._rendezvous is None:
+                self._rendezvous = host, port
                 for other in range(1, len(self._parts)):
                     self._assign(other)
             case LauncherExited(code):
@@ -165,7 +165,7 @@ class RemoteLaunch:
             self._fail([explain_failed_launch(self._attempts[machine], code, errors)], now_s)
         elif own is None:
             self._on_loss(machine, now_s)
-        elif machine == 0 and self._meeting is None and len(self._parts) > 1:
+        elif machine == 0 and self._rendezvous is None and len(self._parts) > 1:
             self._code = self._code or own
             self._end_by(now_s)  # the other launchers would wait forever
         elif self._is_elastic and not self._is_ending:
@@ -176,7 +176,7 @@ class RemoteLaunch:
         if self.is_over:
             self._start_by_s = self._end_by_s = self._cut_by_s = None
 
-    def signalled(self, name: str, now_s: float) -> None:
+    def signaled(self, name: str, now_s: float) -> None:
         """Handles a terminating signal from the user or the scheduler."""
         self._is_ending = True
         self._code = self._code or 1
@@ -195,7 +195,7 @@ class RemoteLaunch:
             late = [machine for machine, phase in enumerate(self._phases) if phase is LauncherPhase.STARTED] or [0]
             self._fail([no_answer(self._attempts[machine], self._limits.start_s) for machine in late], now_s)
         if self._end_by_s is not None and now_s >= self._end_by_s:
-            self.signalled("SIGTERM", now_s)
+            self.signaled("SIGTERM", now_s)
         if self._cut_by_s is not None and now_s >= self._cut_by_s:
             self._cut_by_s = None
             self._cut_all()
@@ -212,14 +212,14 @@ class RemoteLaunch:
         """Sends a launcher its assignment if the launcher is ready and the rendezvous address is known."""
         if self._phases[machine] is not LauncherPhase.ANSWERED or self._is_failing or self._is_ending:
             return
-        if machine == 0 or self._meeting is not None:
+        if machine == 0 or self._rendezvous is not None:
             self._phases[machine] = LauncherPhase.ASSIGNED
             part = self._parts[machine]
             self._actions.append(
-                SendAssignment(machine, part if machine == 0 else structs.replace(part, meeting=self._meeting))
+                SendAssignment(machine, part if machine == 0 else structs.replace(part, rendezvous=self._rendezvous))
             )
         has_all = all(phase in (LauncherPhase.ASSIGNED, LauncherPhase.ENDED) for phase in self._phases)
-        if has_all and (self._meeting is not None or len(self._parts) == 1):
+        if has_all and (self._rendezvous is not None or len(self._parts) == 1):
             self._start_by_s = None
 
     def _on_loss(self, machine: int, now_s: float) -> None:
@@ -229,7 +229,7 @@ class RemoteLaunch:
             text = f"{destination}: its launcher was killed{broke}; its workers are being terminated there"
             self._actions.append(ShowText(text))
         self._code = self._code or 1
-        if not self._is_elastic or (machine == 0 and self._meeting is None):
+        if not self._is_elastic or (machine == 0 and self._rendezvous is None):
             self._end_by(now_s + PATIENCE_S)
 
     def _fail(self, reasons: Sequence[str], now_s: float) -> None:
@@ -244,7 +244,7 @@ class RemoteLaunch:
         if LauncherPhase.STARTED in self._phases:
             self._end_by(now_s + OTHER_REASONS_S)
         else:
-            self.signalled("SIGTERM", now_s)
+            self.signaled("SIGTERM", now_s)
 
     def _end_by(self, end_by_s: float) -> None:
         """Sets the deadline for the other launchers to exit on their own."""

@@ -43,7 +43,7 @@ _ASSIGNMENT_S = 600.0
 def main() -> int:
     """Requests an assignment from the launching process, starts a launcher, and returns the launcher's exit code."""
     control = _Control()
-    send_to_starter(LauncherReady(__version__, sys.executable))
+    send_to_ssh_launcher(LauncherReady(__version__, sys.executable))
     part = control.receive_assignment()
     if part is None:
         return 1
@@ -54,11 +54,11 @@ def main() -> int:
         control.close()
         return _launch(part)
     code = _attend(launcher, control, part.shutdown_s)
-    send_to_starter(LauncherExited(code))
+    send_to_ssh_launcher(LauncherExited(code))
     return code
 
 
-def send_to_starter(message: FromLauncher) -> None:
+def send_to_ssh_launcher(message: FromLauncher) -> None:
     """Sends a message to the launching process; does nothing if that process has exited."""
     data = encode_from_launcher(message)
     with contextlib.suppress(OSError):
@@ -171,13 +171,13 @@ def _take_part(options: argparse.Namespace, part: NodeAssignment) -> int:
     listener: ListeningEndpoint | None = None
     options.nnodes = (part.nodes, part.nodes)
     if part.nodes > 1:
-        meeting = part.meeting
-        if meeting is None:
-            listener, meeting = _open_meeting(options, part, secret)
-            send_to_starter(RendezvousAddress(*meeting))
+        rendezvous = part.rendezvous
+        if rendezvous is None:
+            listener, rendezvous = _open_rendezvous(options, part, secret)
+            send_to_ssh_launcher(RendezvousAddress(*rendezvous))
         options.node_rank, options.rdzv_backend = part.node_rank, "static"
-        options.master_addr, options.master_port = meeting
-        options.rdzv_conf = {**options.rdzv_conf, "is_host": str(int(part.meeting is None))}
+        options.master_addr, options.master_port = rendezvous
+        options.rdzv_conf = {**options.rdzv_conf, "is_host": str(int(part.rendezvous is None))}
     # The machines were listed in `--hosts`, so a scheduler's variables on this machine may describe a different job.
     name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     job = job_of(options, {name: os.environ[name]} if name in os.environ else {})
@@ -194,7 +194,7 @@ def _enter(directory: str) -> None:
         ) from error
 
 
-def _open_meeting(
+def _open_rendezvous(
     options: argparse.Namespace, part: NodeAssignment, secret: bytes | None
 ) -> tuple[ListeningEndpoint | None, tuple[str, int]]:
     """Returns a listener for the rendezvous, and an address at which the other machines can reach it.
@@ -203,14 +203,14 @@ def _open_meeting(
     """
     from paceline.comm.store.tcp_store import listen
 
-    host = options.local_addr or options.master_addr or address_towards(part.towards, os.environ)
+    host = options.local_addr or options.master_addr or address_toward(part.toward, os.environ)
     if options.port is not None:
         return None, (host, options.master_port or options.port)
     listener = listen(host, options.master_port or 0, secret)
     return listener, (host, listener.getsockname()[1])
 
 
-def address_towards(name: str, environment: Mapping[str, str]) -> str:
+def address_toward(name: str, environment: Mapping[str, str]) -> str:
     """Returns an address at which another machine can reach this one, based on the route or the ssh connection."""
     from paceline.comm.one_port.dialer import source_address
     from paceline.comm.security.secret import is_loopback

@@ -24,7 +24,7 @@ _OWN_NAMES = (
     "_print_uncaught",
     "_record_exit",
     "_run_script",
-    "_Uncaught",
+    "_ExceptionRecorder",
     "_OWN_NAMES",
 )
 
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> None:
     if (channel := os.environ.get("PACELINE_ELASTIC_FD")) is not None:
         os.set_inheritable(int(channel), False)  # the script's child processes must not write to this channel
     error_file = os.environ["PACELINE_ERROR_FILE"]
-    uncaught = _Uncaught(error_file)
+    uncaught = _ExceptionRecorder(error_file)
     _print_uncaught()
     _record_exit(error_file)
     import faulthandler
@@ -212,7 +212,7 @@ def _record_exit(path: str) -> None:
     atexit.register(record_end)
 
 
-class _Uncaught:
+class _ExceptionRecorder:
     """Records an uncaught exception in the script, and announces it to the launcher immediately.
 
     The process itself may take seconds to exit because of threads, exit handlers and memory to release. Modules are

@@ -262,7 +262,7 @@ def check_variables(has_other_machines: bool, environment: Mapping[str, str] = o
             check(text)
 
 
-def misspelt(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+def misspelled(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
     """Yields a sentence for each unknown variable whose name resembles a known one."""
     prefix = "PACELINE_"
     known = [name.removeprefix(prefix) for name in (*_CHECKS, *_BETWEEN_MACHINES)]

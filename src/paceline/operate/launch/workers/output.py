@@ -25,7 +25,7 @@ from paceline.operate.launch.job import OutputOptions
 from paceline.operate.launch.option_types import Streams, streams_of
 from paceline.operate.launch.workers.terminal import Rows, Screen
 
-_COLOURS = (36, 33, 35, 32, 34, 31)
+_COLORS = (36, 33, 35, 32, 34, 31)
 _LONGEST_LINE = 1 << 16
 _PATIENCE_S = 0.2
 _LINES_IN_VIEW = 40  # approximate height of a terminal
@@ -39,24 +39,24 @@ WITHOUT_PAGERS = {"PAGER": "cat", "GIT_PAGER": "cat"}
 _PREFIX_COLUMNS = len("[rank 0] ")  # "[slot 0] " has the same length
 
 
-def wants_colours(fd: int) -> bool:
+def wants_colors(fd: int) -> bool:
     """Returns True if output to `fd` may contain colors."""
     return os.isatty(fd) and "NO_COLOR" not in os.environ
 
 
-def prefix_of(rank: int, coloured: bool, word: str = "rank") -> bytes:
+def prefix_of(rank: int, colored: bool, word: str = "rank") -> bytes:
     """Returns the line prefix for a rank."""
-    return prefix(f"{word} {rank}", rank, coloured)
+    return prefix(f"{word} {rank}", rank, colored)
 
 
-def prefix(name: str, number: int, coloured: bool) -> bytes:
+def prefix(name: str, number: int, colored: bool) -> bytes:
     """Returns the line prefix for a name; the number selects its color."""
-    return in_colour(f"[{name}] ", number, coloured)
+    return in_color(f"[{name}] ", number, colored)
 
 
-def in_colour(text: str, number: int, coloured: bool) -> bytes:
-    """Returns the text, in the color for this number if `coloured`."""
-    return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m".encode() if coloured else text.encode()
+def in_color(text: str, number: int, colored: bool) -> bytes:
+    """Returns the text, in the color for this number if `colored`."""
+    return f"\x1b[{_COLORS[number % len(_COLORS)]}m{text}\x1b[0m".encode() if colored else text.encode()
 
 
 class LinePrefixer:
@@ -374,11 +374,11 @@ class Logs:
 
     def _prefix(self, which: Streams, rank: int, local_rank: int) -> bytes:
         """Returns the prefix for a worker's lines on the console."""
-        coloured = wants_colours(which.value)
+        colored = wants_colors(which.value)
         if not self._output.line_prefix:
-            return prefix_of(rank, coloured, self._word)
+            return prefix_of(rank, colored, self._word)
         text = Template(self._output.line_prefix).safe_substitute(rank=rank, local_rank=local_rank)
-        return in_colour(text, rank, coloured)
+        return in_color(text, rank, colored)
 
     def _shown(self, which: Streams, prefix: bytes, screen: Screen | None, draws: bool) -> OutputSink:
         if screen is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from paceline.comm.security.secret import chosen_level
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.job import Command, CommandKind, Job
-from paceline.operate.launch.job_directory import RecordingKeeper, RecordingMemory
+from paceline.operate.launch.job_directory import JobRecordings, RecordingMemory
 from paceline.operate.launch.multinode.protocol import Start
 from paceline.operate.launch.option_types import Streams
 from paceline.operate.launch.workers.environment import (
@@ -68,7 +68,7 @@ class WorkerContext:
         gpus: The number of GPUs on this machine.
         logs: The destinations of the workers' output.
         keyboard: The launcher's stdin, which rank `job.stdin_rank` reads if it is started here.
-        keeper: The memory for the workers' recordings.
+        recordings: The memory for the workers' recordings.
     """
 
     environment: Mapping[str, str]
@@ -78,7 +78,7 @@ class WorkerContext:
     gpus: int
     logs: Logs
     keyboard: Keyboard
-    keeper: RecordingKeeper
+    recordings: JobRecordings
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> Worke
     }
     if keyboard.path is not None:
         variables["PACELINE_TERMINAL"] = keyboard.path
-    memory = context.keeper.new(start.generation - 1, place.rank)
+    memory = context.recordings.new(start.generation - 1, place.rank)
     variables.update(memory.variables if memory is not None else {})
     log = context.logs.of_rank(start.generation - 1, place.rank)
     where = (start.generation - 1, place.rank, place.local_rank, index == drawing_index(job, start))

@@ -40,6 +40,7 @@ def main() -> None:
     from paceline.operate.launch.workers import bootstrap
 
     bootstrap.die_with_parent(launcher)
+    gc.disable()  # it would search the imported modules for garbage, which takes a tenth of the time to import torch
     with suppress(ImportError):  # the C++ core was built for another Python; workers that need the core report that
         import_module("paceline.comm.rendezvous.rendezvous")  # every worker needs this slow import
 
@@ -48,6 +49,7 @@ def main() -> None:
     if reason:
         return
     gc.freeze()
+    gc.enable()
     while True:
         answer, fds, _, _ = socket.recv_fds(connection, len(READY), 5)
         if not answer:

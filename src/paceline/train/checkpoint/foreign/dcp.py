@@ -28,7 +28,7 @@ from paceline.train.checkpoint.foreign.record_unpickler import (
     unpickle,
 )
 from paceline.train.checkpoint.format.local_storage import open_regular
-from paceline.train.checkpoint.format.regions import Box, boxes_overlap
+from paceline.train.checkpoint.format.regions import TensorBlock, blocks_overlap
 from paceline.train.checkpoint.format.values import TensorRef, escaped
 from paceline.train.checkpoint.pytree import TensorInfo, infos_of, take_apart
 
@@ -264,8 +264,8 @@ def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[i
         return True
     if len(blocks) > _MOST_IRREGULAR:
         return False
-    boxes = [Box(offset, sizes) for offset, sizes in blocks.items()]
-    return not any(boxes_overlap(one, other) for one, other in combinations(boxes, 2))
+    tensor_blocks = [TensorBlock(offset, sizes) for offset, sizes in blocks.items()]
+    return not any(blocks_overlap(one, other) for one, other in combinations(tensor_blocks, 2))
 
 
 class DcpDirectory:

@@ -231,14 +231,14 @@ def _sizes_of_records(path: Path, archive: zipfile.ZipFile, file: BinaryIO) -> d
     return found
 
 
-class _Inert:
+class _InertObject:
     """A placeholder, without any behavior, for every object that a pickle refers to or creates."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
 
-    def __call__(self, *_: object) -> _Inert:
-        return _Inert()
+    def __call__(self, *_: object) -> _InertObject:
+        return _InertObject()
 
     def __setstate__(self, state: object) -> None:
         pass
@@ -255,9 +255,9 @@ class _Sizes(pickle._Unpickler):  # the Python version, because the C version al
         self.of_records: set[tuple[str, int]] = set()
 
     def find_class(self, module: str, name: str) -> Any:
-        return _Inert(name)
+        return _InertObject(name)
 
     def persistent_load(self, pid: Any) -> object:
         _, kind, key, _, count = pid
         self.of_records.add((str(key), int(count) * _SIZES_OF_STORAGES[kind.name]))
-        return _Inert()
+        return _InertObject()

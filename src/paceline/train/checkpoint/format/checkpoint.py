@@ -33,10 +33,10 @@ from paceline.train.checkpoint.format.manifest import (
 from paceline.train.checkpoint.format.regions import Flat, Region, copies, count, whole
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, header_of, nbytes_of
 from paceline.train.checkpoint.format.storage import (
-    Hold,
     InputFile,
     OutputFile,
     ReadableStorage,
+    SharedLock,
     Storage,
     check_room,
     storage_error,
@@ -67,9 +67,9 @@ class Checkpoint:
         self.nbytes_read = 0
         self._storage = storage
         self._files: dict[str, InputFile] = {}
-        self._hold: Hold | None = None
+        self._lock: SharedLock | None = None
         with contextlib.suppress(OSError):  # reading the manifest raises the error
-            self._hold = storage.share(name)
+            self._lock = storage.share(name)
         try:
             self.manifest: Manifest = read_manifest(storage, name)
         except BaseException:
@@ -87,9 +87,9 @@ class Checkpoint:
         for file in self._files.values():
             file.close()
         self._files.clear()
-        if self._hold is not None:
-            self._hold.close()
-            self._hold = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def describe(self, file: str = "") -> str:
         """Returns the full path or address of the checkpoint or one of its files."""

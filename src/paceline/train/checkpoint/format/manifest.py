@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
-from paceline.train.checkpoint.format.regions import Box, Flat, Region, count, untiled
+from paceline.train.checkpoint.format.regions import Flat, Region, TensorBlock, count, untiled
 from paceline.train.checkpoint.format.regions import fault_of as fault_of_region
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, nbytes_of
 from paceline.train.checkpoint.format.values import Json, tensors_in
@@ -98,8 +98,8 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
         at: the offset of the first byte in the file, in bytes.
         digests: the digests of the region's blocks.
         flat: the start and stop of a `Flat` region, or None.
-        offset: the offset of a `Box`, or None.
-        shape: the shape of a `Box`, or None.
+        offset: the offset of a `TensorBlock`, or None.
+        shape: the shape of a `TensorBlock`, or None.
     """
 
     file: str
@@ -127,7 +127,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.flat is not None:
             return Flat(*self.flat)
         assert self.offset is not None and self.shape is not None
-        return Box(self.offset, self.shape)
+        return TensorBlock(self.offset, self.shape)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from paceline.train.checkpoint.format.manifest import (
     blocks_of,
     digest_of,
 )
-from paceline.train.checkpoint.format.regions import Box, Flat, Region, count, fault_of, whole
+from paceline.train.checkpoint.format.regions import Flat, Region, TensorBlock, count, fault_of, whole
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, StoredTensor, header_of, nbytes_of
 from paceline.train.checkpoint.format.storage import OutputFile, WritableStorage, check_room, storage_error, who
 
@@ -67,19 +67,19 @@ class WriteItem:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of the region in its file."""
-        if isinstance(self.region, Box):
+        if isinstance(self.region, TensorBlock):
             return self.region.shape
         return self.shape if self.region == whole(self.shape) else (count(self.region),)
 
 
-class _Sized(Protocol):
+class _SizedItem(Protocol):
     @property
     def dtype(self) -> str: ...
     @property
     def nbytes(self) -> int: ...
 
 
-P = TypeVar("P", bound=_Sized)
+P = TypeVar("P", bound=_SizedItem)
 
 
 def in_files(pieces: Sequence[P], split_nbytes: int = SPLIT_NBYTES) -> Iterator[list[P]]:

@@ -1,4 +1,4 @@
-"""Tensor regions: runs of elements in the flattened tensor (`Flat`), and blocks (`Box`).
+"""Tensor regions: runs of elements in the flattened tensor (`Flat`), and blocks (`TensorBlock`).
 
 `untiled` checks that regions cover a whole tensor exactly once, and `copies` finds the elements that two regions share.
 """
@@ -19,14 +19,14 @@ class Flat(msgspec.Struct, frozen=True, tag=True):
     stop: int
 
 
-class Box(msgspec.Struct, frozen=True, tag=True):
+class TensorBlock(msgspec.Struct, frozen=True, tag="Box"):
     """A block of a tensor, with the given shape and offset. Its elements are stored in row-major order."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
-Region = Flat | Box
+Region = Flat | TensorBlock
 
 
 def whole(shape: tuple[int, ...]) -> Flat:
@@ -53,37 +53,37 @@ def fault_of(region: Region, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def blocks(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+def blocks(shape: Sequence[int], start: int, stop: int) -> list[TensorBlock]:
     """Divides the elements `start` to `stop` of a row-major tensor into blocks, in ascending order.
 
     >>> blocks([2, 3], 1, 6)
-    [Box(offset=(0, 1), shape=(1, 2)), Box(offset=(1, 0), shape=(1, 3))]
+    [TensorBlock(offset=(0, 1), shape=(1, 2)), TensorBlock(offset=(1, 0), shape=(1, 3))]
     """
     if start >= stop:
         return []
     if len(shape) == 1:
-        return [Box((start,), (stop - start,))]
+        return [TensorBlock((start,), (stop - start,))]
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row  # the range of whole rows
     if first > last:  # the elements are within one row
         return _in_row(last, blocks(shape[1:], start % row, stop - last * row))
-    cut: list[Box] = []
+    cut: list[TensorBlock] = []
     if start < first * row:
         cut += _in_row(first - 1, blocks(shape[1:], start - (first - 1) * row, row))
     if first < last:
-        cut.append(Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+        cut.append(TensorBlock((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
     if last * row < stop:
         cut += _in_row(last, blocks(shape[1:], 0, stop - last * row))
     return cut
 
 
-def _in_row(row: int, cut: list[Box]) -> list[Box]:
-    return [Box((row, *box.offset), (1, *box.shape)) for box in cut]
+def _in_row(row: int, cut: list[TensorBlock]) -> list[TensorBlock]:
+    return [TensorBlock((row, *block.offset), (1, *block.shape)) for block in cut]
 
 
-def moved(box: Box, by: Sequence[int]) -> Box:
+def moved(block: TensorBlock, by: Sequence[int]) -> TensorBlock:
     """Returns a block shifted by an offset."""
-    return Box(tuple(first + more for first, more in zip(box.offset, by, strict=True)), box.shape)
+    return TensorBlock(tuple(first + more for first, more in zip(block.offset, by, strict=True)), block.shape)
 
 
 def cut_out(region: Region, start: int, stop: int) -> list[Region]:
@@ -91,19 +91,19 @@ def cut_out(region: Region, start: int, stop: int) -> list[Region]:
 
     >>> cut_out(Flat(10, 20), 2, 5)
     [Flat(start=12, stop=15)]
-    >>> cut_out(Box((0, 4), (3, 2)), 1, 4)
-    [Box(offset=(0, 5), shape=(1, 1)), Box(offset=(1, 4), shape=(1, 2))]
+    >>> cut_out(TensorBlock((0, 4), (3, 2)), 1, 4)
+    [TensorBlock(offset=(0, 5), shape=(1, 1)), TensorBlock(offset=(1, 4), shape=(1, 2))]
     """
     if isinstance(region, Flat):
         return [Flat(region.start + start, region.start + stop)]
-    return [moved(box, region.offset) for box in blocks(region.shape, start, stop)]
+    return [moved(block, region.offset) for block in blocks(region.shape, start, stop)]
 
 
 def simplified(region: Region, shape: tuple[int, ...]) -> Region:
     """Converts a region to `Flat` if its elements are contiguous in the flattened tensor, or returns it unchanged."""
     if isinstance(region, Flat):
         return region
-    first_two = _runs_of_box(region, shape)
+    first_two = _runs_of_block(region, shape)
     run = next(first_two, (0, 0))
     return Flat(*run) if next(first_two, None) is None else region
 
@@ -114,28 +114,28 @@ def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         if region.stop > region.start:
             yield region.start, region.stop
     else:
-        yield from _runs_of_box(region, shape)
+        yield from _runs_of_block(region, shape)
 
 
-def _runs_of_box(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    if prod(box.shape) == 0:
+def _runs_of_block(block: TensorBlock, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    if prod(block.shape) == 0:
         return
-    # The box covers dimensions `inner` and later completely. A run covers these dimensions and the box's extent in the
-    # preceding one.
+    # The block covers dimensions `inner` and later completely. A run covers these dimensions and the block's extent in
+    # the preceding one.
     inner = len(shape)
-    while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
+    while inner > 0 and block.shape[inner - 1] == shape[inner - 1]:
         inner -= 1
     axis = max(inner - 1, 0)
     row = prod(shape[axis + 1 :])
-    length = (box.shape[axis] if shape else 1) * row
+    length = (block.shape[axis] if shape else 1) * row
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    start = box.offset[axis] * row if shape else 0
-    for begin in _begins(start, list(zip(box.offset, box.shape, strides, strict=True))[:axis]):
+    start = block.offset[axis] * row if shape else 0
+    for begin in _begins(start, list(zip(block.offset, block.shape, strides, strict=True))[:axis]):
         yield begin, begin + length
 
 
 def _begins(start: int, outer: list[tuple[int, int, int]]) -> Iterator[int]:
-    """Yields the first element of each run, given the box's offset, extent and stride in each outer dimension."""
+    """Yields the first element of each run, given the block's offset, extent and stride in each outer dimension."""
     if not outer:
         yield start
         return
@@ -153,10 +153,10 @@ def untiled(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
     flat = sorted((region.start, region.stop) for region in held if isinstance(region, Flat))
     if len(flat) == len(held):
         return _untiled_runs(prod(shape), flat)
-    boxes = [region for region in held if isinstance(region, Box)]
+    tensor_blocks = [region for region in held if isinstance(region, TensorBlock)]
     for start, stop in flat:
-        boxes += blocks(shape, start, stop)
-    return _untiled_boxes(shape, boxes)
+        tensor_blocks += blocks(shape, start, stop)
+    return _untiled_blocks(shape, tensor_blocks)
 
 
 def _untiled_runs(total: int, ascending: Sequence[tuple[int, int]]) -> str | None:
@@ -170,24 +170,24 @@ def _untiled_runs(total: int, ascending: Sequence[tuple[int, int]]) -> str | Non
     return f"no rank holds the elements {end} to {total}" if end < total else None
 
 
-def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
-    """Returns the reason why boxes do not cover a tensor exactly once, or None if they do.
+def _untiled_blocks(shape: tuple[int, ...], tensor_blocks: list[TensorBlock]) -> str | None:
+    """Returns the reason why blocks do not cover a tensor exactly once, or None if they do.
 
-    Boxes cover a tensor if no two of them overlap and their volumes add up to its size. Only boxes that overlap in the
-    first dimension are compared with each other.
+    Blocks cover a tensor if no two of them overlap and their volumes add up to its size. Only blocks that overlap in
+    the first dimension are compared with each other.
     """
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.offset):
-        open_boxes = [other for other in open_boxes if other.offset[0] + other.shape[0] > box.offset[0]]
-        for other in open_boxes:
-            if boxes_overlap(box, other):
-                return f"the blocks at {list(other.offset)} and at {list(box.offset)} overlap"
-        open_boxes.append(box)
-    held, total = sum(map(count, boxes)), prod(shape)
+    open_blocks: list[TensorBlock] = []
+    for block in sorted(tensor_blocks, key=lambda block: block.offset):
+        open_blocks = [other for other in open_blocks if other.offset[0] + other.shape[0] > block.offset[0]]
+        for other in open_blocks:
+            if blocks_overlap(block, other):
+                return f"the blocks at {list(other.offset)} and at {list(block.offset)} overlap"
+        open_blocks.append(block)
+    held, total = sum(map(count, tensor_blocks)), prod(shape)
     return f"no rank holds {total - held} of the {total} elements" if held < total else None
 
 
-def boxes_overlap(one: Box, other: Box) -> bool:
+def blocks_overlap(one: TensorBlock, other: TensorBlock) -> bool:
     """Returns True if two blocks of a tensor have an element in common."""
     return all(
         first < second + extent and second < first + size

@@ -44,14 +44,14 @@ class InputFile(Protocol):
         """Closes the file. Idempotent."""
 
 
-class Hold(Protocol):
+class SharedLock(Protocol):
     """Protects a directory from removal until this object is closed."""
 
     def close(self) -> None:
         """Removes the protection. Idempotent."""
 
 
-class Described(Protocol):
+class StorageLocation(Protocol):
     """A storage location. Its methods, and those of the protocols below, may raise OSError."""
 
     def describe(self, name: str = "") -> str:
@@ -61,7 +61,7 @@ class Described(Protocol):
         """Returns the number of bytes that may still be written, or None if it is unknown."""
 
 
-class ReadableStorage(Described, Protocol):
+class ReadableStorage(StorageLocation, Protocol):
     """The operations needed to read a checkpoint."""
 
     def size(self, name: str) -> int | None:
@@ -70,11 +70,11 @@ class ReadableStorage(Described, Protocol):
     def open(self, name: str) -> InputFile:
         """Opens a file for reading."""
 
-    def share(self, directory: str) -> Hold:
+    def share(self, directory: str) -> SharedLock:
         """Protects a checkpoint from removal while it is read."""
 
 
-class WritableStorage(Described, Protocol):
+class WritableStorage(StorageLocation, Protocol):
     """The operations needed to write a rank's part."""
 
     def create(self, name: str) -> OutputFile:
@@ -143,7 +143,7 @@ def size_text(nbytes: int) -> str:
 
 
 def storage_error(
-    what: str, storage: Described, name: str, error: OSError, *, rank: int | None = None, progress: str = ""
+    what: str, storage: StorageLocation, name: str, error: OSError, *, rank: int | None = None, progress: str = ""
 ) -> CheckpointError:
     """Returns the error for an operation that failed with an OSError.
 
@@ -170,14 +170,14 @@ def storage_error(
     )
 
 
-def _free(storage: Described) -> int | None:
+def _free(storage: StorageLocation) -> int | None:
     try:
         return storage.free_nbytes()
     except OSError:
         return None
 
 
-def check_room(storage: Described, nbytes: int, rank: int | None = None) -> None:
+def check_room(storage: StorageLocation, nbytes: int, rank: int | None = None) -> None:
     """Checks that the storage has `nbytes` bytes of free space, if the free space is known.
 
     Raises:
@@ -299,16 +299,16 @@ class FsspecStorage:
         """Returns None: stores do not report free space."""
         return None
 
-    def share(self, directory: str) -> _NoHold:
+    def share(self, directory: str) -> _NoLock:
         """Does nothing: stores have no locks."""
-        return _NoHold()
+        return _NoLock()
 
     def is_held(self, directory: str) -> bool:
         """Returns False: stores have no locks."""
         return False
 
 
-class _NoHold:
+class _NoLock:
     def close(self) -> None:
         pass
 

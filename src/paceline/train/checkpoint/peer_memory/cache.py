@@ -26,7 +26,6 @@ from paceline.train.checkpoint.peer_memory.protocol import (
     CacheAddress,
     CachedCheckpoint,
     Commit,
-    Done,
     Finish,
     GetAddress,
     GetManifest,
@@ -34,6 +33,7 @@ from paceline.train.checkpoint.peer_memory.protocol import (
     ListCheckpoints,
     Read,
     Request,
+    RequestCompleted,
     RequestRefused,
     Write,
     receive_into,
@@ -316,7 +316,7 @@ class Session:
                     raise RefusedError(f"{count} bytes are too many for one answer")
                 data = self._cache.read(request)
                 return Bytes(len(data)), data
-        return Done(), b""
+        return RequestCompleted(), b""
 
     def _write(self, write: Write) -> None:
         """Appends to a file. Errors are reported when the file is finished, because writes do not have responses."""

@@ -18,7 +18,6 @@ from paceline.train.checkpoint.peer_memory.protocol import (
     Bytes,
     CacheAddress,
     Commit,
-    Done,
     Finish,
     GetAddress,
     GetManifest,
@@ -26,6 +25,7 @@ from paceline.train.checkpoint.peer_memory.protocol import (
     ListCheckpoints,
     Read,
     Request,
+    RequestCompleted,
     RequestRefused,
     Write,
     receive_answer,
@@ -109,7 +109,7 @@ class CacheClient:
 
     def _require_done(self, request: Request, views: Sequence[bytes] = ()) -> None:
         answer = self._ask(request, views)
-        assert isinstance(answer, Done)
+        assert isinstance(answer, RequestCompleted)
 
     def _ask(self, request: Request, views: Sequence[bytes] = ()) -> Answer:
         with self._reaching():

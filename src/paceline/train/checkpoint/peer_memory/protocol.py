@@ -137,7 +137,7 @@ class Bytes(msgspec.Struct, frozen=True, tag=True):
     nbytes: Count
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class RequestCompleted(msgspec.Struct, frozen=True, tag="Done"):
     """Confirms that a request was carried out."""
 
 
@@ -148,7 +148,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = GetAddress | BeginCopy | Write | Finish | Commit | ListCheckpoints | GetManifest | Read
-Answer = CacheAddress | Inventory | Bytes | Done | RequestRefused
+Answer = CacheAddress | Inventory | Bytes | RequestCompleted | RequestRefused
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 

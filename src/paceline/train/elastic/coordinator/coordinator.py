@@ -74,18 +74,18 @@ from paceline.train.elastic.coordinator.membership_rules import (
 from paceline.train.elastic.coordinator.views import Views
 from paceline.train.elastic.coordinator.worker_registry import MachineRecord, WorkerPhase, WorkerRecord, WorkerRegistry
 from paceline.train.elastic.protocol import (
-    Broken,
     CaughtUp,
     CoordinatorOrders,
-    Dismissed,
+    ExitRequest,
     FromWorker,
-    Installed,
-    Leaving,
+    LeaveNotice,
     LoopFinished,
     MachineReport,
-    Ready,
     SendOrder,
     TransferReady,
+    ViewFailed,
+    ViewInstalled,
+    WorkerReady,
     next_term,
 )
 
@@ -289,7 +289,7 @@ class Coordinator:
                 self._job.remind(worker)
             replay_messages(self._job, worker, messages, is_known, now_s)
         else:  # the worker's machine was wrongly considered dead, and the other members continued
-            self._job.orders.append(SendOrder(found.name, uid, Dismissed("the others have continued without it")))
+            self._job.orders.append(SendOrder(found.name, uid, ExitRequest("the others have continued without it")))
         return self._settle(now_s)
 
     def worker_stalled(self, uid: str, why: str, now_s: float) -> CoordinatorOrders:
@@ -393,18 +393,18 @@ class Coordinator:
 def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, now_s: float) -> None:
     """Updates the job according to a worker's message."""
     match message:
-        case Ready():
+        case WorkerReady():
             _asked(job, worker, message, now_s)
         case TransferReady():
             offer_transfer(job, worker, message)
         case CaughtUp():
             admit_caught_up(job, worker, now_s)
-        case Installed():
+        case ViewInstalled():
             job.breaks.committed(message.round)
             job.views.entered(worker, message.generation)
-        case Broken():
+        case ViewFailed():
             _broke(job, worker, message, now_s)
-        case Leaving():
+        case LeaveNotice():
             worker.leaving = worker.leaving or message.reason
             if worker.phase is not WorkerPhase.MEMBER:
                 job.dismiss(worker, f"asked to leave: {message.reason}")
@@ -414,7 +414,7 @@ def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, n
                 job.finished.append(worker)
 
 
-def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) -> None:
+def _asked(job: ElasticJob, worker: WorkerRecord, message: WorkerReady, now_s: float) -> None:
     """Handles a request to join. If a member sends one, it no longer holds the state."""
     if worker.phase is WorkerPhase.MEMBER and worker.has_state:
         worker.phase, worker.has_state = WorkerPhase.OUTSIDE, False
@@ -432,7 +432,7 @@ def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) 
         resend_offers(job, worker)
 
 
-def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float) -> None:
+def _broke(job: ElasticJob, worker: WorkerRecord, message: ViewFailed, now_s: float) -> None:
     """Records broken connections, unless a later view that replaces them was sent to the worker."""
     views, breaks = job.views, job.breaks
     breaks.committed(message.round)
@@ -456,8 +456,8 @@ def replay_messages(
     job: ElasticJob, worker: WorkerRecord, messages: Sequence[FromWorker], is_known: bool, now_s: float
 ) -> None:
     """Handles the messages that a worker sent while its machine was unreachable; some may have been handled before."""
-    is_in = any(isinstance(message, Installed) for message in messages)
+    is_in = any(isinstance(message, ViewInstalled) for message in messages)
     for message in messages:
-        if isinstance(message, Ready) and is_known and is_in:
+        if isinstance(message, WorkerReady) and is_known and is_in:
             continue  # this request was handled before, and does not mean that the worker has lost its state
         handle_message(job, worker, message, now_s)

@@ -9,8 +9,8 @@ from paceline.train.elastic.coordinator.views import Views
 from paceline.train.elastic.coordinator.worker_registry import WorkerPhase, WorkerRecord, WorkerRegistry
 from paceline.train.elastic.protocol import (
     CoordinatorOrder,
-    Dismissed,
     EndOrder,
+    ExitRequest,
     NotifyOrder,
     SendOrder,
     StateTransfer,
@@ -168,7 +168,7 @@ class ElasticJob:
     def dismiss(self, worker: WorkerRecord, reason: str, code: int = 0) -> None:
         """Orders a worker to exit."""
         worker.phase = WorkerPhase.DISMISSED
-        self.tell(worker, Dismissed(reason, code))
+        self.tell(worker, ExitRequest(reason, code))
 
     def give(self, members: Sequence[WorkerRecord], *, is_planned: bool) -> None:
         """Issues the next view, and sends it to its members and to the workers that it excludes."""
@@ -199,7 +199,7 @@ class ElasticJob:
     def remind(self, worker: WorkerRecord) -> None:
         """Repeats the messages that a worker may have missed."""
         if worker.phase is WorkerPhase.DISMISSED:
-            self.tell(worker, Dismissed("the job no longer needs it"))
+            self.tell(worker, ExitRequest("the job no longer needs it"))
             return
         base, latest = self.views.base, self.views.latest
         if self.withheld is not None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from paceline.train.elastic.protocol import Installed, MachineReport, ReplicatedJobState, merge_job_states
+from paceline.train.elastic.protocol import MachineReport, ReplicatedJobState, ViewInstalled, merge_job_states
 
 GATHER_S = 0.4  # time for which a candidate with enough followers waits for more
 _STAND_S = 0.6  # minimum duration of a candidacy; the actual duration is random, and at most twice as long
@@ -75,7 +75,7 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class StopSearch:
     """Stop the search: no coordinator was found in time."""
 
 
@@ -84,7 +84,7 @@ class JobDeserted:
     """The job has ended: all its launchers have exited, or this machine's part of the job is complete."""
 
 
-SearchStep = TryMachine | Pause | GiveUp | JobDeserted
+SearchStep = TryMachine | Pause | StopSearch | JobDeserted
 
 
 @dataclass
@@ -143,7 +143,7 @@ class CoordinatorSearch:
             is_done: Whether this machine's workers have completed training, in which case the job is about to end.
         """
         if now_s >= self._since_s + self.timeout_s:
-            return GiveUp()
+            return StopSearch()
         if self._is_alone(peers, now_s, is_done):
             return JobDeserted()
         if not self._order:
@@ -275,7 +275,7 @@ def merge_reports(reports: Iterable[MachineReport]) -> ReplicatedJobState:
         for report in known
         for worker in report.workers
         for message in worker.messages
-        if isinstance(message, Installed)
+        if isinstance(message, ViewInstalled)
     }
     complete = max([merged.complete, *(view.generation for view in merged.views if view.generation in entered)])
     return merge_job_states([ReplicatedJobState(complete=complete), merged])

@@ -19,13 +19,13 @@ from paceline.train.elastic.protocol import (
     CloseSlotsOrder,
     EndOrder,
     FenceStalledOrder,
-    Ready,
     StartOrder,
     StateTransfer,
     TransferOffer,
     TransferReady,
     View,
     WaitNotice,
+    WorkerReady,
 )
 
 SENDERS_OF_A_TRANSFER = 2
@@ -141,7 +141,7 @@ def admit_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None
             worker.phase, worker.ready_s = WorkerPhase.READY, now_s
 
 
-def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: Ready) -> None:
+def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: WorkerReady) -> None:
     """Discards the transfer of a worker that requests to join, unless the request merely repeats an earlier one.
 
     A transfer begun by another coordinator continues.

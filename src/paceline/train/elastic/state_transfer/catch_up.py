@@ -21,7 +21,7 @@ import torch
 from paceline.comm.security.encryption import Connection
 from paceline.train.elastic.failpoints import failpoint
 from paceline.train.elastic.process_priority import run_at_low_priority
-from paceline.train.elastic.protocol import LEFT_OUT, OUTVOTED, Broken, CaughtUp, Dismissed, View
+from paceline.train.elastic.protocol import LEFT_OUT, OUTVOTED, CaughtUp, ExitRequest, View, ViewFailed
 from paceline.train.elastic.state_transfer.optimizer_steps import (
     OptimizerStepHooks,
     StateDivergedError,
@@ -32,8 +32,8 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
     NEAR,
     REQUEST,
     BrokenTransferError,
+    LogEndReached,
     LogItem,
-    NothingYet,
     OptimizerStep,
     RequestKind,
     RoundResult,
@@ -195,7 +195,7 @@ class RemoteLog:
                 self._check()
             head, ahead = receive_head(sender)
             match head:
-                case NothingYet():
+                case LogEndReached():
                     self._near(round_number)
                 case ViewEntered():
                     return head, []
@@ -283,7 +283,7 @@ class CatchUp:
             view = self._connection.await_view(
                 after, lambda found: found.generation == generation or not found.is_planned
             )
-            if isinstance(view, Dismissed):
+            if isinstance(view, ExitRequest):
                 self._end(view.reason, view.code)
             if self._connection.name not in view.members:
                 return False
@@ -291,7 +291,7 @@ class CatchUp:
                 self._enter(view)
             except LOST_MEMBER_ERRORS as error:
                 after = view.generation
-                self._connection.send(Broken(view.generation, holds(), str(error)))
+                self._connection.send(ViewFailed(view.generation, holds(), str(error)))
             else:
                 return True
 
@@ -339,10 +339,10 @@ class LoopCatchUp(CatchUp):
         """
         until_s = time.monotonic() + _ENDING_S
 
-        def found() -> list[Dismissed]:
+        def found() -> list[ExitRequest]:
             if (order := self._connection.dismissed) is not None:
                 return [order]
-            return [Dismissed(reason, LEFT_OUT)] if time.monotonic() > until_s else []
+            return [ExitRequest(reason, LEFT_OUT)] if time.monotonic() > until_s else []
 
         order = self._connection.await_news(found)
         self._end(order.reason, order.code)

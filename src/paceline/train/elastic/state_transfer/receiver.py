@@ -24,7 +24,7 @@ from paceline.comm.security.secret import derive_key, job_secret
 from paceline.errors import AuthenticationError
 from paceline.train.elastic.failpoints import failpoint
 from paceline.train.elastic.process_priority import lower_thread_priority
-from paceline.train.elastic.protocol import Dismissed, Ready, TransferOffer, View
+from paceline.train.elastic.protocol import ExitRequest, TransferOffer, View, WorkerReady
 from paceline.train.elastic.state_transfer.sender import KEY
 from paceline.train.elastic.state_transfer.transfer_protocol import (
     CHANNEL,
@@ -210,18 +210,18 @@ class ViewAdmission:
 
     def __init__(self, connection: LauncherConnection) -> None:
         self._connection = connection
-        self._ready = Ready("")
+        self._ready = WorkerReady("")
         self._failed = 0
         self._latest = 0  # the number of the last transfer
 
     def ask(self, fingerprint: str, *, learns: bool) -> None:
-        """Requests to join; see `Ready`."""
-        self._ready = Ready(fingerprint, learns)
+        """Requests to join; see `WorkerReady`."""
+        self._ready = WorkerReady(fingerprint, learns)
         self._connection.send(self._ready)
 
     def ask_again(self) -> None:
         """Repeats the request after a view or a transfer has failed."""
-        self._ready = Ready(
+        self._ready = WorkerReady(
             self._ready.fingerprint, self._failed < _MOST_TRANSFERS and self._ready.learns, self._latest
         )
         self._connection.send(self._ready)
@@ -236,7 +236,7 @@ class ViewAdmission:
         self._failed = self._failed + 1 if may_learn else _MOST_TRANSFERS
         self.ask_again()
 
-    def await_admission(self, after: int) -> View | Dismissed | ReceivedState:
+    def await_admission(self, after: int) -> View | ExitRequest | ReceivedState:
         """Waits for a view with a generation greater than `after`, the order to exit, or a successful transfer.
 
         Raises:
@@ -253,7 +253,7 @@ class ViewAdmission:
             if not self._has_a_place(after):
                 self.has_failed(may_learn=True)
 
-    def _news(self, after: int) -> list[View | Dismissed | TransferOffer]:
+    def _news(self, after: int) -> list[View | ExitRequest | TransferOffer]:
         """Returns the answer, or the offers of a transfer that is newer than the last one."""
         answer = self._answer(after)
         return (
@@ -262,14 +262,14 @@ class ViewAdmission:
             else [offer for offer in self._connection.offers if offer.transfer > self._latest]
         )
 
-    def _answer(self, after: int) -> View | Dismissed | None:
+    def _answer(self, after: int) -> View | ExitRequest | None:
         dismissed = self._connection.dismissed
         return dismissed if dismissed is not None else self._connection.latest_view(after)
 
     def _has_a_place(self, after: int) -> bool:
         """Returns True if a transfer is unnecessary, because a view contains this worker or it must exit."""
         answer = self._answer(after)
-        return isinstance(answer, Dismissed) or (answer is not None and self._connection.name in answer.members)
+        return isinstance(answer, ExitRequest) or (answer is not None and self._connection.name in answer.members)
 
     def _offers_now(self) -> list[TransferOffer]:
         return [offer for offer in self._connection.offers if offer.transfer == self._latest]

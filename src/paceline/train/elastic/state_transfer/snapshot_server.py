@@ -38,8 +38,8 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
     REQUEST,
     BrokenTransferError,
     ChunkLayout,
+    LogEndReached,
     LogItem,
-    NothingYet,
     OptimizerStep,
     RequestKind,
     RoundResult,
@@ -335,7 +335,7 @@ class SnapshotServer:
                 self._awaited = first, second, third
                 if not self._give_awaited():
                     self._is_near = True
-                    send_head(self._receiver, NothingYet())
+                    send_head(self._receiver, LogEndReached())
             case RequestKind.FORGET:
                 self._pass(first, third)
             case _:

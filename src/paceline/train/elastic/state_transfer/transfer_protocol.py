@@ -204,12 +204,12 @@ class ViewEntered(_FrameHead, frozen=True):
     members: tuple[str, ...]
 
 
-class NothingYet(_FrameHead, frozen=True):
+class LogEndReached(_FrameHead, frozen=True, tag="NothingYet"):
     """The receiver has caught up, and will get the requested item as soon as it is logged."""
 
 
 LogItem = RoundResult | OptimizerStep | ViewEntered
-FrameHead = SnapshotContents | SnapshotChunk | RoundResult | OptimizerStep | ViewEntered | NothingYet
+FrameHead = SnapshotContents | SnapshotChunk | RoundResult | OptimizerStep | ViewEntered | LogEndReached
 _heads = msgspec.msgpack.Decoder(FrameHead)
 
 

@@ -15,7 +15,7 @@ from paceline.train.data.loader import StatefulLoader
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.train.diloco.diloco import DiLoCo
 from paceline.train.elastic import failpoints
-from paceline.train.elastic.protocol import Leaving
+from paceline.train.elastic.protocol import LeaveNotice
 from paceline.train.elastic.state_transfer.optimizer_steps import OptimizerStepHooks
 from paceline.train.elastic.worker.agreement import ViewChange
 from paceline.train.elastic.worker.diloco_loop import DilocoLoop
@@ -352,6 +352,6 @@ def _leave_on_sigterm(connection: LauncherConnection, rounds: Rounds) -> None:
     def leave(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         rounds.leave()
-        connection.send(Leaving("SIGTERM"))
+        connection.send(LeaveNotice("SIGTERM"))
 
     signal.signal(signal.SIGTERM, leave)

@@ -15,7 +15,7 @@ import msgspec
 
 from paceline.errors import PacelineError
 from paceline.train.elastic import protocol
-from paceline.train.elastic.protocol import Dismissed, FromWorker, StateTransfer, TransferOffer, View, WaitNotice
+from paceline.train.elastic.protocol import ExitRequest, FromWorker, StateTransfer, TransferOffer, View, WaitNotice
 
 FD_VARIABLE = "PACELINE_ELASTIC_FD"
 NAME_VARIABLE = "PACELINE_WORKER"
@@ -41,7 +41,7 @@ class LauncherConnection:
         self._transfers: dict[int, StateTransfer] = {}
         self._latest_transfer = 0
         self._offers: list[TransferOffer] = []
-        self._dismissed: Dismissed | None = None
+        self._dismissed: ExitRequest | None = None
         self._reason = ""
         self._is_lost = False
         self._on_view: Callable[[View], None] | None = None
@@ -57,7 +57,7 @@ class LauncherConnection:
         return f"worker {self.name} (pid {os.getpid()})"
 
     @property
-    def dismissed(self) -> Dismissed | None:
+    def dismissed(self) -> ExitRequest | None:
         """The order to exit, or None."""
         return self._dismissed
 
@@ -102,7 +102,7 @@ class LauncherConnection:
         with contextlib.suppress(OSError):
             self._socket.send(protocol.encode_message(message))
 
-    def await_view(self, after: int, accepts: Callable[[View], bool]) -> View | Dismissed:
+    def await_view(self, after: int, accepts: Callable[[View], bool]) -> View | ExitRequest:
         """Waits for a view later than `after` for which `accepts` returns True, or for the order to exit.
 
         During a long wait, each reason that the launcher sends is printed once. The launcher enforces the deadlines.
@@ -111,7 +111,7 @@ class LauncherConnection:
             LauncherLostError: The launcher has exited.
         """
 
-        def found() -> list[View | Dismissed]:
+        def found() -> list[View | ExitRequest]:
             if self._dismissed is not None:
                 return [self._dismissed]
             later = [view for view in self._views.values() if view.generation > after and accepts(view)]
@@ -173,7 +173,7 @@ class LauncherConnection:
                 self._offers = [*self._offers[1 - _REMEMBERED :], message]
             case WaitNotice(reason):
                 self._reason = reason
-            case Dismissed():
+            case ExitRequest():
                 self._dismissed = message
 
 

@@ -82,7 +82,7 @@ class Rounds:
         """Requests to join; returns when this worker has the state and is in a view or about to catch up.
 
         Args:
-            fingerprint: The worker's fingerprint; see `Ready`.
+            fingerprint: The worker's fingerprint; see `WorkerReady`.
             replays: Whether this worker may catch up while the others train.
 
         Raises:

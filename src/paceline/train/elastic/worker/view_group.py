@@ -145,9 +145,9 @@ class ViewGroup:
         try:
             if is_over:
                 raise StoreConnectionError(f"view {self.view.generation} has ended because a later one has started")
-            meeting_place = PrefixStore(f"view/{self.view.generation}", store)
+            rendezvous_store = PrefixStore(f"view/{self.view.generation}", store)
             options = GroupOptions(costs=self._costs, identity=agreed_identity(self.view.generation))
-            world = form_apart(meeting_place, self._rank, len(self.view.members), _FORMING_S, options)
+            world = form_apart(rendezvous_store, self._rank, len(self.view.members), _FORMING_S, options)
         except BaseException:
             store.close()
             raise

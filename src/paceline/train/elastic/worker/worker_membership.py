@@ -18,7 +18,7 @@ from paceline.comm.record.layout import EventKind
 from paceline.comm.record.spans import RecordedSpan
 from paceline.train.elastic.failpoints import failpoint
 from paceline.train.elastic.process_priority import run_at_low_priority
-from paceline.train.elastic.protocol import LEFT_OUT, OUTVOTED, Broken, Dismissed, Installed, View
+from paceline.train.elastic.protocol import LEFT_OUT, OUTVOTED, ExitRequest, View, ViewFailed, ViewInstalled
 from paceline.train.elastic.state_transfer.catch_up import LoopCatchUp, OptimizerCatchUp, SendersLostError
 from paceline.train.elastic.state_transfer.optimizer_steps import OptimizerStepHooks, StateDivergedError
 from paceline.train.elastic.state_transfer.receiver import ReceivedState, ViewAdmission
@@ -88,8 +88,8 @@ class WorkerMembership:
         """Requests to join; returns when this worker has the state and is in a view or about to catch up.
 
         Args:
-            fingerprint: The worker's fingerprint, see `Ready`.
-            learns: Whether the worker can catch up while others train; see `Ready`.
+            fingerprint: The worker's fingerprint, see `WorkerReady`.
+            learns: Whether the worker can catch up while others train; see `WorkerReady`.
 
         Raises:
             SystemExit: The launcher dismissed the worker.
@@ -104,7 +104,7 @@ class WorkerMembership:
                 return attempt()
             except (*LOST_MEMBER_ERRORS, OthersOutvotedError) as error:
                 if self.group is not None or self.view.generation:
-                    self._connection.send(Broken(self.view.generation, self._progress.number, str(error)))
+                    self._connection.send(ViewFailed(self.view.generation, self._progress.number, str(error)))
                 self.group = None
 
     def enter_next_view(self) -> None:
@@ -114,12 +114,12 @@ class WorkerMembership:
             SystemExit: The launcher dismissed the worker, or the view does not contain it.
         """
         while True:
-            answer: View | Dismissed | ReceivedState
+            answer: View | ExitRequest | ReceivedState
             if self._progress.number == FRESH:
                 answer = self._admission.await_admission(self.view.generation)
             else:
                 answer = self._connection.await_view(self.view.generation, self._may_enter)
-            if isinstance(answer, Dismissed):
+            if isinstance(answer, ExitRequest):
                 self.end(answer.reason, answer.code)
             if isinstance(answer, ReceivedState):
                 if self._begin_catching_up(answer):
@@ -194,7 +194,7 @@ class WorkerMembership:
         failpoint("view.agreed")
         progress.shard_assignment.enter(statuses, agreed)
         self.agreed, self.group = agreed, group
-        self._connection.send(Installed(view.generation, progress.number))
+        self._connection.send(ViewInstalled(view.generation, progress.number))
 
     def _status(self) -> MemberStatus:
         following = self._following

@@ -17,7 +17,7 @@ def test_the_ledger_tells_pauses_and_replacements():
     ledger.entered(1, "b2", True, 102.0)
     assert ledger.pauses_s == pytest.approx([0.3]) and ledger.replaced_s == pytest.approx([1.0])
     told = "\n".join(ledger.summary("kill:1s,seed=0", 110.0))
-    assert "chaos (kill:1s,seed=0): 1 acts in 10.0 s (kill 1)" in told
+    assert "chaos (kill:1s,seed=0): 1 actions in 10.0 s (kill 1)" in told
     assert "1 workers replaced; until each participated: median 1.00 s, longest 1.00 s" in told
     assert "the others resumed; after each loss: median 0.30 s" in told
 

@@ -10,11 +10,11 @@ from launching import wait_until
 from paceline.comm.store.tcp_store import listen
 from paceline.operate.launch.elastic.coordinator_client import RunningJobAnnouncer
 from paceline.operate.launch.multinode.membership import Orders
-from paceline.operate.launch.multinode.protocol import Answered, JoinJob, Report, Running
-from paceline.operate.launch.multinode.server import MeetingServer
+from paceline.operate.launch.multinode.protocol import FollowResponse, JobRunning, JoinJob, Report
+from paceline.operate.launch.multinode.server import RendezvousServer
 
 SECRET = b"42" * 16
-JOB = Running("job", "10.0.0.1:29400")
+JOB = JobRunning("job", "10.0.0.1:29400")
 
 
 class Called:
@@ -27,7 +27,7 @@ class Called:
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
         self.heard.append(report)
-        return [(node, Answered(False, 3))] if report == JOB and self.job == JOB.job else []
+        return [(node, FollowResponse(False, 3))] if report == JOB and self.job == JOB.job else []
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
         return []
@@ -40,15 +40,15 @@ class Called:
 
 
 @pytest.fixture
-def serving() -> Iterator[dict[str, MeetingServer]]:
-    servers: dict[str, MeetingServer] = {}
+def serving() -> Iterator[dict[str, RendezvousServer]]:
+    servers: dict[str, RendezvousServer] = {}
     yield servers
     for server in servers.values():
         server.close(0.0)
 
 
-def serve(serving: dict[str, MeetingServer], called: Called) -> tuple[str, int]:
-    server = serving[called.job] = MeetingServer(listen("127.0.0.1", 0, SECRET), SECRET, called, 2.0)
+def serve(serving: dict[str, RendezvousServer], called: Called) -> tuple[str, int]:
+    server = serving[called.job] = RendezvousServer(listen("127.0.0.1", 0, SECRET), SECRET, called, 2.0)
     return server.address
 
 
@@ -100,4 +100,4 @@ def test_a_listener_with_another_secret_gets_no_message(serving):
         wait_until(lambda: caller._pause_s > 1)
     finally:
         caller.close()
-    assert not any(isinstance(each, Running | JoinJob) for each in called.heard)
+    assert not any(isinstance(each, JobRunning | JoinJob) for each in called.heard)

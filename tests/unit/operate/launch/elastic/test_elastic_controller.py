@@ -12,18 +12,18 @@ from paceline.operate.launch.elastic.elastic_controller import ElasticController
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.multinode.membership import MembershipPolicy
 from paceline.operate.launch.multinode.protocol import (
-    Answered,
-    Departing,
-    Dropped,
+    ExitNotice,
     Follow,
     FollowLauncher,
+    FollowResponse,
     JobEnded,
+    JobMoved,
+    JobRunning,
     JoinJob,
-    Leave,
-    Moved,
+    NodeDropped,
+    NodeStopped,
     Order,
-    Remember,
-    Running,
+    RecordFailures,
     Slots,
     StartSlots,
     WorkerExited,
@@ -33,14 +33,14 @@ from paceline.operate.launch.multinode.protocol import (
 from paceline.operate.launch.workers.failures import Record, WorkerFailure
 from paceline.train.elastic.protocol import (
     FromWorker,
-    Installed,
-    Leaving,
+    LeaveNotice,
     MachineReport,
     NotifyOrder,
-    Ready,
     ReplicatedJobState,
     SendOrder,
     View,
+    ViewInstalled,
+    WorkerReady,
 )
 
 
@@ -84,7 +84,7 @@ class Play:
         for uid in uids:
             self.report(node, WorkerStarted(uid))
         for uid in uids:
-            self.say(node, uid, Ready("same"))
+            self.say(node, uid, WorkerReady("same"))
         self.enter()
 
     def enter(self) -> None:
@@ -98,7 +98,7 @@ class Play:
                     match tell.message:
                         case View(generation, members) if tell.uid in members:
                             self.views[tell.uid] = members
-                            self.say(node, tell.uid, Installed(generation, 0))
+                            self.say(node, tell.uid, ViewInstalled(generation, 0))
 
     views: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -148,7 +148,7 @@ def test_a_later_machine_begins_at_once_in_the_first_free_slots():
     play.begin("a"), play.begin("b")
     play.join("c", 2)
     assert play.begin("c") == StartSlots(2, 4, 6, "job", "tcp:10.0.0.97:4000")
-    play.report("b", Leave("SIGTERM"))
+    play.report("b", NodeStopped("SIGTERM"))
     assert JobEnded(0) in play.asked("b")
     play.join("d", 1)
     assert play.begin("d") == StartSlots(3, 2, 6, "job", "tcp:10.0.0.97:4000")
@@ -223,14 +223,14 @@ def test_the_job_ends_with_the_machine_that_serves():
     play.join("a", serves=True)
     play.join("b")
     play.asked("b")
-    play.report("a", Leave("SIGINT"))
+    play.report("a", NodeStopped("SIGINT"))
     assert JobEnded(1, "a was stopped (SIGINT)") in play.asked("b")
 
 
 def test_who_comes_back_after_the_end_learns_how_it_ended():
     play = Play(1, 2)
     play.join("a", serves=True)
-    play.report("a", Leave("SIGINT"))
+    play.report("a", NodeStopped("SIGINT"))
     play.join("b", number=1)
     play.report("b", Follow(MachineReport(1, "b", 1, 1, ReplicatedJobState())))
     assert play.asked("b") == [JobEnded(1, "a was stopped (SIGINT)")]
@@ -242,11 +242,11 @@ def test_machines_remember_failures_for_another_coordinator():
     play.join("b")
     play.report("b", Slots(0, (failure(1),)))
     for node in "ab":
-        assert Remember((failure(1),)) in play.asked(node)
+        assert RecordFailures((failure(1),)) in play.asked(node)
     play.report("b", Slots(0, (failure(1),)))
-    assert not any(isinstance(each, Remember) for each in play.asked("a")), "it is known"
+    assert not any(isinstance(each, RecordFailures) for each in play.asked("a")), "it is known"
     play.join("c")
-    assert Remember((failure(1),)) in play.asked("c")
+    assert RecordFailures((failure(1),)) in play.asked("c")
 
 
 def test_a_coordinator_whose_launcher_ends_names_its_successor():
@@ -256,8 +256,8 @@ def test_a_coordinator_whose_launcher_ends_names_its_successor():
     play.run("a", "0.0.0")
     play.run("b", "1.1.0")
     play.run("c", "2.2.0")
-    play.report("a", Slots(0), Departing())
-    play.say("a", "0.0.0", Leaving("SIGTERM"))
+    play.report("a", Slots(0), ExitNotice())
+    play.say("a", "0.0.0", LeaveNotice("SIGTERM"))
     play.enter()
     play.report("a", WorkerExited("0.0.0", "exit code 0", 0))
     assert play.views["1.1.0"] == ("1.1.0", "2.2.0")
@@ -275,12 +275,12 @@ def departed(number: signal.Signals, **rest: bool) -> ShutdownPlan:
 
 def test_a_launcher_that_coordinates_takes_no_leave():
     departure = departed(signal.SIGTERM)
-    assert departure.announced() == [Departing()] and departure.farewell(coordinates=True) == []
-    assert departure.farewell(coordinates=False) == [Leave("SIGTERM")]
+    assert departure.announced() == [ExitNotice()] and departure.farewell(coordinates=True) == []
+    assert departure.farewell(coordinates=False) == [NodeStopped("SIGTERM")]
     assert departure.farewell(coordinates=False) == [], "once"
-    assert departed(signal.SIGTERM, insists=True).farewell(coordinates=True) == [Leave("SIGTERM")]
+    assert departed(signal.SIGTERM, insists=True).farewell(coordinates=True) == [NodeStopped("SIGTERM")]
     assert departed(signal.SIGINT).announced() == []
-    assert departed(signal.SIGINT).farewell(coordinates=True) == [Leave("SIGINT")]
+    assert departed(signal.SIGINT).farewell(coordinates=True) == [NodeStopped("SIGINT")]
 
 
 def test_only_an_orderly_departure_is_well():
@@ -292,7 +292,7 @@ def test_only_an_orderly_departure_is_well():
     assert not departed(signal.SIGTERM, took_part=False).is_well(0), "it has no elastic loop"
 
 
-OTHER = Running("other", "10.0.0.9:29400")
+OTHER = JobRunning("other", "10.0.0.9:29400")
 
 
 def test_only_a_lone_machine_trains_without_awaiting_calls():
@@ -300,7 +300,7 @@ def test_only_a_lone_machine_trains_without_awaiting_calls():
         play = Play(1, most)
         play.join("a", serves=True)
         play.report("a", WorkerStarted("0.0.0"), WorkerStarted("0.0.0"))
-        play.say("a", "0.0.0", Ready("same"))
+        play.say("a", "0.0.0", WorkerReady("same"))
         if waits_s:
             assert not any(isinstance(each, SendOrder) for each in play.asked("a"))
             assert play.steering.deadline_s == waits_s
@@ -319,7 +319,7 @@ def test_a_job_gives_way_to_one_that_runs_already(trains):
     play.join("b")
     play.asked("a"), play.asked("b")
     play.take(play.steering.heard_of(OTHER, play.now_s))
-    moved = Moved("other", OTHER.address)
+    moved = JobMoved("other", OTHER.address)
     assert play.asked("a") == [moved] and play.asked("b") == [moved]
     play.join("late")
     assert play.asked("late") == [moved]
@@ -331,17 +331,17 @@ def test_machines_that_wait_for_others_join_another_job():
     play.join("a", serves=True)
     play.asked("a")
     play.take(play.steering.heard_of(OTHER, play.now_s))
-    assert play.asked("a") == [Moved("other", OTHER.address)]
+    assert play.asked("a") == [JobMoved("other", OTHER.address)]
 
 
 def test_no_view_is_given_while_another_job_seeks():
     play = Play(1, 3)
     play.join("a", serves=True)
     play.report("a", WorkerStarted("0.0.0"))
-    play.say("a", "0.0.0", Ready("same"))
+    play.say("a", "0.0.0", WorkerReady("same"))
     for _ in range(20):
         play.now_s += 1.0
-        play.take(play.steering.heard_of(Running("other"), play.now_s))
+        play.take(play.steering.heard_of(JobRunning("other"), play.now_s))
         play.take(play.steering.tick(play.now_s))
     told = play.asked("a")
     assert [each.text for each in told if isinstance(each, NotifyOrder)].count(
@@ -359,7 +359,7 @@ def test_a_machine_of_another_job_is_a_stranger():
     play.asked("a")
     play.join("b", number=1)
     play.report("b", Follow(MachineReport(1, "b", 1, 1, ReplicatedJobState(job="other"))))
-    assert play.asked("b") == [Answered(False, -1, is_stranger=True), Dropped()]
+    assert play.asked("b") == [FollowResponse(False, -1, is_stranger=True), NodeDropped()]
     assert play.asked("a") == [
         NotifyOrder("a job with this address is already running, and is looking for a coordinator; waiting for it")
     ]

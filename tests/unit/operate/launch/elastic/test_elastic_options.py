@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAct, acts_of
+from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAction, actions_of
 
 
 def test_chaos_says_what_it_was_asked_for():
@@ -28,21 +28,21 @@ def test_chaos_that_means_nothing_is_refused(text):
 @given(st.integers(0, 1000), st.integers(0, 3))
 def test_chaos_with_one_seed_is_always_the_same(seed: int, machine: int) -> None:
     chaos = Chaos((("kill", 2.0), ("stop", 5.0)), seed)
-    acts = list(islice(acts_of(chaos, machine), 50))
-    assert acts == list(islice(acts_of(chaos, machine), 50))
-    assert acts == sorted(acts, key=lambda act: act.at_s)
-    assert acts != list(islice(acts_of(chaos, machine + 1), 50))
-    assert all(act.victim_of("abc") in "abc" for act in acts)
+    actions = list(islice(actions_of(chaos, machine), 50))
+    assert actions == list(islice(actions_of(chaos, machine), 50))
+    assert actions == sorted(actions, key=lambda action: action.at_s)
+    assert actions != list(islice(actions_of(chaos, machine + 1), 50))
+    assert all(action.victim_of("abc") in "abc" for action in actions)
 
 
 def test_chaos_keeps_to_its_mean_times():
-    acts = list(islice(acts_of(Chaos((("kill", 2.0), ("stop", 8.0)), 1)), 5000))
-    kills = [act for act in acts if act.kind == "kill"]
-    assert acts[-1].at_s / len(kills) == pytest.approx(2.0, rel=0.1)
-    assert len(kills) / len(acts) == pytest.approx(0.8, abs=0.05)
+    actions = list(islice(actions_of(Chaos((("kill", 2.0), ("stop", 8.0)), 1)), 5000))
+    kills = [action for action in actions if action.kind == "kill"]
+    assert actions[-1].at_s / len(kills) == pytest.approx(2.0, rel=0.1)
+    assert len(kills) / len(actions) == pytest.approx(0.8, abs=0.05)
 
 
 def test_every_worker_may_be_hit():
-    acts = islice(acts_of(Chaos((("kill", 1.0),), 3)), 200)
-    assert {act.victim_of(range(4)) for act in acts} == {0, 1, 2, 3}
-    assert ChaosAct(0.0, "kill", 0.999999).victim_of("abc") == "c"
+    actions = islice(actions_of(Chaos((("kill", 1.0),), 3)), 200)
+    assert {action.victim_of(range(4)) for action in actions} == {0, 1, 2, 3}
+    assert ChaosAction(0.0, "kill", 0.999999).victim_of("abc") == "c"

@@ -9,21 +9,27 @@ from paceline.operate.launch.elastic.machine_log import (
 )
 from paceline.operate.launch.workers.failures import Record, WorkerFailure
 from paceline.train.elastic.protocol import (
-    Broken,
-    Installed,
-    Leaving,
-    Ready,
+    LeaveNotice,
+    ViewFailed,
+    ViewInstalled,
+    WorkerReady,
 )
 
 
 def test_a_standing_keeps_what_still_matters():
     standing = ReplayableMessages()
-    for message in (Ready("x"), Installed(1, 0), Broken(1, 4, "lost"), Installed(2, 4), Broken(2, 5, "lost")):
+    for message in (
+        WorkerReady("x"),
+        ViewInstalled(1, 0),
+        ViewFailed(1, 4, "lost"),
+        ViewInstalled(2, 4),
+        ViewFailed(2, 5, "lost"),
+    ):
         standing.heard(message)
-    assert standing.messages == [Ready("x"), Installed(2, 4), Broken(2, 5, "lost")]
-    standing.heard(Leaving("SIGTERM"))
-    standing.heard(Ready("x"))
-    assert standing.messages == [Leaving("SIGTERM"), Ready("x")]
+    assert standing.messages == [WorkerReady("x"), ViewInstalled(2, 4), ViewFailed(2, 5, "lost")]
+    standing.heard(LeaveNotice("SIGTERM"))
+    standing.heard(WorkerReady("x"))
+    assert standing.messages == [LeaveNotice("SIGTERM"), WorkerReady("x")]
 
 
 def failure(rank: int, time_s: float = 0.0, text: str = "oh") -> WorkerFailure:

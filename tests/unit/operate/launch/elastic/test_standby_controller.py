@@ -12,30 +12,30 @@ from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.elastic.standby_controller import RESIGN_S, StandbyController
 from paceline.operate.launch.multinode.membership import MembershipPolicy
 from paceline.operate.launch.multinode.protocol import (
-    Answered,
-    Departing,
-    Dropped,
+    ExitNotice,
     Follow,
     FollowLauncher,
+    FollowResponse,
+    JobMoved,
+    JobRunning,
     JoinJob,
-    Moved,
+    NodeDropped,
     Order,
-    Running,
     StartSlots,
     WorkerExited,
     WorkerMessage,
 )
 from paceline.train.elastic.protocol import (
-    Installed,
     LauncherAddress,
-    Leaving,
+    LeaveNotice,
     LoopFinished,
     MachineReport,
-    Ready,
     ReplicatedJobState,
     ReplicateOrder,
     SendOrder,
     View,
+    ViewInstalled,
+    WorkerReady,
     WorkerReport,
 )
 
@@ -43,7 +43,7 @@ FIRST = View((1 << 32) + 1, ("0.0.0", "1.0.0", "2.0.0"), is_planned=False, store
 KNOWN = ReplicatedJobState(
     1, 0, "same", FIRST.generation, (FIRST,), peers=tuple(LauncherAddress(n, f"h{n}", f"h{n}:1") for n in range(3))
 )
-SAID = (Ready("same"), Installed(FIRST.generation, 0))
+SAID = (WorkerReady("same"), ViewInstalled(FIRST.generation, 0))
 
 
 def join(number: int) -> JoinJob:
@@ -69,23 +69,23 @@ def follows(stands: StandbyController, number: int, now_s: float) -> list[tuple[
 def test_others_are_shown_whom_this_launcher_follows():
     aside = deputy()
     aside.follows(2, "h2:29400")
-    assert follows(aside, 0, 0.0) == [("node-0", Answered(False, 2, "h2:29400")), ("node-0", Dropped())]
+    assert follows(aside, 0, 0.0) == [("node-0", FollowResponse(False, 2, "h2:29400")), ("node-0", NodeDropped())]
     assert aside.reported("node-9", join(-1), 0.0) == [
-        ("node-9", Answered(False, 2, "h2:29400")),
-        ("node-9", Dropped()),
+        ("node-9", FollowResponse(False, 2, "h2:29400")),
+        ("node-9", NodeDropped()),
     ]
     aside.follows(-1, "")
-    assert follows(aside, 0, 0.0)[0] == ("node-0", Answered(False, -1))
+    assert follows(aside, 0, 0.0)[0] == ("node-0", FollowResponse(False, -1))
 
 
 def test_one_that_stands_in_vain_sends_its_followers_away():
     stands = deputy()
     stands.stand(1, 0.5)
     now_s = time.monotonic()
-    assert follows(stands, 1, now_s) == [("node-1", Answered(True, 1))]
+    assert follows(stands, 1, now_s) == [("node-1", FollowResponse(True, 1))]
     assert stands.tick(now_s + 0.2) == [] and not stands.coordinates
-    assert stands.tick(now_s + 0.6) == [("node-1", Dropped())]
-    assert follows(stands, 2, now_s + 0.7)[0][1] == Answered(False, -1), "it stands no more"
+    assert stands.tick(now_s + 0.6) == [("node-1", NodeDropped())]
+    assert follows(stands, 2, now_s + 0.7)[0][1] == FollowResponse(False, -1), "it stands no more"
 
 
 def elected() -> tuple[StandbyController, float]:
@@ -106,7 +106,7 @@ def elected() -> tuple[StandbyController, float]:
 
 def test_a_candidate_with_a_quorum_takes_over():
     stands, now_s = elected()
-    assert ("node-0", Answered(True, 1)) in follows(stands, 0, now_s), "the third comes late"
+    assert ("node-0", FollowResponse(True, 1)) in follows(stands, 0, now_s), "the third comes late"
 
 
 def test_a_coordinator_without_a_quorum_resigns():
@@ -118,8 +118,8 @@ def test_a_coordinator_without_a_quorum_resigns():
     stands.tick(now_s + 0.4)
     stands.lost("node-2", "silence", now_s)
     for later_s in (4.0, 4.0 + RESIGN_S - 0.1):
-        assert not [order for _, order in stands.tick(now_s + later_s) if isinstance(order, Dropped)]
-    assert ("node-1", Dropped()) in stands.tick(now_s + 4.1 + RESIGN_S)
+        assert not [order for _, order in stands.tick(now_s + later_s) if isinstance(order, NodeDropped)]
+    assert ("node-1", NodeDropped()) in stands.tick(now_s + 4.1 + RESIGN_S)
     assert not stands.coordinates
 
 
@@ -138,16 +138,16 @@ def test_one_that_hands_over_shows_newcomers_the_successor():
     leaves.stand(1, 0.5)
     for number in range(3):
         follows(leaves, number, now_s)
-    told = leaves.reported("node-1", Departing(), now_s)
-    told += leaves.reported("node-1", WorkerMessage("1.0.0", Leaving("SIGTERM")), now_s)
+    told = leaves.reported("node-1", ExitNotice(), now_s)
+    told += leaves.reported("node-1", WorkerMessage("1.0.0", LeaveNotice("SIGTERM")), now_s)
     told += leaves.reported("node-1", WorkerExited("1.0.0", "exit code 0", 0), now_s)
     (view,) = {each.message for _, each in told if isinstance(each, SendOrder)}
     assert isinstance(view, View) and view.members == ("0.0.0", "2.0.0")
     for number in (0, 2):
-        entered = WorkerMessage(f"{number}.0.0", Installed(view.generation, 1))
+        entered = WorkerMessage(f"{number}.0.0", ViewInstalled(view.generation, 1))
         told = leaves.reported(f"node-{number}", entered, now_s)
     assert [each for each in told if isinstance(each[1], FollowLauncher)] == [("node-0", FollowLauncher(0, "x:1"))]
-    assert follows(leaves, 9, now_s) == [("node-9", Answered(False, 0, "x:1")), ("node-9", Dropped())]
+    assert follows(leaves, 9, now_s) == [("node-9", FollowResponse(False, 0, "x:1")), ("node-9", NodeDropped())]
     assert leaves.coordinates
     assert ("node-2", FollowLauncher(0, "x:1")) in leaves.lost("node-0", "it follows another", now_s)
     assert not leaves.coordinates
@@ -169,21 +169,21 @@ def test_no_number_of_a_machine_is_given_again():
 
 def test_calls_of_the_own_job_are_answered_and_others_obeyed():
     aside = deputy()
-    assert aside.reported("x", Running("job", "h1:1"), 0.0) == [], "it takes part in no job yet"
+    assert aside.reported("x", JobRunning("job", "h1:1"), 0.0) == [], "it takes part in no job yet"
     aside.takes_part("job", 3)
-    assert aside.reported("x", Running("job", "h1:1"), 0.0) == [("x", Answered(False, 3))]
-    assert aside.reported("x", Running("other", "h1:1"), 0.0) == []
+    assert aside.reported("x", JobRunning("job", "h1:1"), 0.0) == [("x", FollowResponse(False, 3))]
+    assert aside.reported("x", JobRunning("other", "h1:1"), 0.0) == []
     policy = MembershipPolicy("job", 1, 3)
     steering = ElasticController(policy, ElasticOptions())
     begins = StandbyController(policy, ElasticOptions(), steering)
     begins.reported("a", join(-1), 0.0)
-    assert begins.reported("x", Running(steering.identity, "h1:1"), 0.0) == [("x", Answered(False, -1))]
-    assert begins.reported("x", Running("other", "h1:1"), 0.0) == [("a", Moved("other", "h1:1"))]
+    assert begins.reported("x", JobRunning(steering.identity, "h1:1"), 0.0) == [("x", FollowResponse(False, -1))]
+    assert begins.reported("x", JobRunning("other", "h1:1"), 0.0) == [("a", JobMoved("other", "h1:1"))]
 
 
 def test_a_coordinator_tells_of_its_job_and_knows_who_is_there():
     stands, _ = elected()
-    assert stands.running() == Running("", "x:1")
+    assert stands.running() == JobRunning("", "x:1")
     assert stands.is_here(2) and not stands.is_here(0)
     assert deputy().running() is None and not deputy().is_here(1)
 
@@ -194,4 +194,4 @@ def test_one_that_stands_sends_the_machines_of_other_jobs_away():
     stands.stand(1, 0.5)
     report = MachineReport(2, "h2", 1, 2, msgspec.structs.replace(KNOWN, job="theirs"))
     told = stands.reported("node-2", Follow(report), time.monotonic())
-    assert told == [("node-2", Answered(False, -1, is_stranger=True)), ("node-2", Dropped())]
+    assert told == [("node-2", FollowResponse(False, -1, is_stranger=True)), ("node-2", NodeDropped())]

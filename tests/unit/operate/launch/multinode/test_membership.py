@@ -12,15 +12,15 @@ from sampling import examples
 import paceline
 from paceline.operate.launch.multinode.membership import Membership, MembershipPhase, MembershipPolicy, Orders, pause_s
 from paceline.operate.launch.multinode.protocol import (
-    Failed,
     JobEnded,
     JoinJob,
-    Leave,
+    NodeStopped,
     Order,
     Start,
     Stop,
-    Stopped,
+    WorkerFailed,
     WorkersFinished,
+    WorkersStopped,
 )
 from paceline.operate.launch.workers.failures import Record, WorkerFailure
 from paceline.train.elastic.protocol import NotifyOrder
@@ -54,7 +54,7 @@ class Play:
         self.take(self.membership.joined(node, join, self.now_s))
 
     def fail(self, node: str, what: WorkerFailure) -> None:
-        self.take(self.membership.failed(node, Failed(self.membership.generation, what), self.now_s))
+        self.take(self.membership.failed(node, WorkerFailed(self.membership.generation, what), self.now_s))
 
     def finish(self, *nodes: str) -> None:
         for node in nodes:
@@ -62,11 +62,11 @@ class Play:
 
     def stop(self, *nodes: str, failures: tuple[WorkerFailure, ...] = ()) -> None:
         for node in nodes:
-            report = Stopped(self.membership.generation, 2000, failures)
+            report = WorkersStopped(self.membership.generation, 2000, failures)
             self.take(self.membership.stopped(node, report, self.now_s))
 
     def leave(self, node: str) -> None:
-        self.take(self.membership.left(node, Leave("SIGTERM"), self.now_s))
+        self.take(self.membership.left(node, NodeStopped("SIGTERM"), self.now_s))
 
     def lose(self, node: str) -> None:
         self.take(self.membership.lost(node, "silence", self.now_s))
@@ -82,14 +82,14 @@ class Play:
         return self.hear(node)[-1]
 
 
-@pytest.mark.parametrize("meeting_first", [False, True])
-def test_the_node_that_serves_has_the_first_ranks_if_asked(meeting_first):
-    play = Play(policy(3, 3, meeting_first=meeting_first))
+@pytest.mark.parametrize("rendezvous_host_first", [False, True])
+def test_the_node_that_serves_has_the_first_ranks_if_asked(rendezvous_host_first):
+    play = Play(policy(3, 3, rendezvous_host_first=rendezvous_host_first))
     play.join("a", workers=2)
     play.join("b", workers=1, serves=True)
     play.join("c")
     firsts = {node: next(each for each in play.hear(node) if isinstance(each, Start)).first_rank for node in "abc"}
-    assert firsts == ({"b": 0, "a": 1, "c": 3} if meeting_first else {"a": 0, "b": 2, "c": 3})
+    assert firsts == ({"b": 0, "a": 1, "c": 3} if rendezvous_host_first else {"a": 0, "b": 2, "c": 3})
 
 
 @pytest.mark.parametrize(("version", "told"), [("9.8.7", "9.8.7"), ("", "older than 0.1.0")])
@@ -322,7 +322,7 @@ def test_reports_of_an_older_generation_change_nothing():
     play.wait(1)
     before = play.membership.generation
     play.take(play.membership.finished("a", WorkersFinished(before - 1), play.now_s))
-    play.take(play.membership.failed("a", Failed(before - 1, failure()), play.now_s))
+    play.take(play.membership.failed("a", WorkerFailed(before - 1, failure()), play.now_s))
     assert play.membership.phase is MembershipPhase.RUNNING
 
 

@@ -12,24 +12,24 @@ import paceline
 from paceline.operate.launch.multinode.membership import incompatibility
 from paceline.operate.launch.multinode.protocol import (
     LARGEST,
-    Answered,
     AskTime,
-    Dropped,
-    Failed,
     Follow,
+    FollowResponse,
     Heartbeat,
     Inbox,
     JobEnded,
     JoinJob,
     MessageError,
+    NodeDropped,
     Slots,
     Start,
     StartSlots,
     StateReplicated,
-    Stopped,
     TellTime,
     WorkerExited,
+    WorkerFailed,
     WorkerMessage,
+    WorkersStopped,
     WorkerStalled,
     WorkerStarted,
     decode,
@@ -37,20 +37,20 @@ from paceline.operate.launch.multinode.protocol import (
 )
 from paceline.operate.launch.workers.failures import Record, WorkerFailure
 from paceline.train.elastic.protocol import (
-    Broken,
     CloseSlotsOrder,
-    Dismissed,
+    ExitRequest,
     FenceStalledOrder,
-    Installed,
     LauncherAddress,
     MachineReport,
     NotifyOrder,
-    Ready,
     ReplicatedJobState,
     ReplicateOrder,
     SendOrder,
     StateTransfer,
     View,
+    ViewFailed,
+    ViewInstalled,
+    WorkerReady,
     WorkerReport,
 )
 
@@ -66,7 +66,7 @@ STATE = ReplicatedJobState(
 )  # fmt: skip
 
 WORKERS = (
-    WorkerReport("1.0.0", (Ready("same", True), Installed(VIEW.generation, 3)), "stopped"),
+    WorkerReport("1.0.0", (WorkerReady("same", True), ViewInstalled(VIEW.generation, 3)), "stopped"),
     WorkerReport("1.1.0"),
 )
 
@@ -75,21 +75,21 @@ MESSAGES = [
     Follow(MachineReport(1, "h1", 2, 1, STATE, WORKERS, (("1.2.0", "killed", -9),), True), (FAILURE,)),
     StateReplicated(1 << 48),
     ReplicateOrder("1", STATE),
-    Answered(False, -1, "10.0.0.1:29400"),
-    Dropped(),
+    FollowResponse(False, -1, "10.0.0.1:29400"),
+    NodeDropped(),
     JoinJob("h0", 5, "10.0.0.1", 1234, 8, "trainer", None, True),
-    Failed(2, FAILURE),
-    Stopped(2, 999, (FAILURE, WorkerFailure(1, 2, 7, 3.0, None, "h2"))),
+    WorkerFailed(2, FAILURE),
+    WorkersStopped(2, 999, (FAILURE, WorkerFailure(1, 2, 7, 3.0, None, "h2"))),
     Start(1, 0, 3, "id", 0, 2, 0, 16, 0, 16, "fd00::1", 4321, ("h0", "h1")),
     JobEnded(1, "why", (FAILURE,)),
     WorkerStarted("0.1.0"),
     WorkerStalled("0.1.0", "stopped"),
     WorkerExited("0.1.0", "killed by SIGKILL", -9),
-    WorkerMessage("0.1.0", Broken(1, 2, 'it "broke"')),
+    WorkerMessage("0.1.0", ViewFailed(1, 2, 'it "broke"')),
     Slots(3, (FAILURE,)),
     StartSlots(1, 4, 8, "id", "tcp:10.0.0.1:4000"),
     SendOrder("0", "0.1.0", VIEW),
-    SendOrder("0", "0.1.0", Dismissed("asked to leave", 2)),
+    SendOrder("0", "0.1.0", ExitRequest("asked to leave", 2)),
     CloseSlotsOrder("0", "the job has finished"),
     FenceStalledOrder("0", "0.1.0"),
     NotifyOrder("waiting for 0.1.0"),
@@ -108,7 +108,7 @@ def test_a_message_arrives_as_it_was_sent_however_it_is_cut(message):
 
 def test_a_join_of_another_version_is_partly_understood():
     join = next(each for each in MESSAGES if isinstance(each, JoinJob))
-    content = {**json.loads(encode(join)[4:]), "version": "9.8.7", "colour": "blue"}
+    content = {**json.loads(encode(join)[4:]), "version": "9.8.7", "color": "blue"}
     decoded = decode(json.dumps(content).encode())
     assert isinstance(decoded, JoinJob) and decoded.version == "9.8.7" and decoded.host == "h0" and decoded.pid == 5
 
@@ -128,7 +128,7 @@ def test_the_refusal_is_readable_for_every_version():
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
 def test_a_message_with_an_unknown_field_is_refused(message):
-    content = {**json.loads(encode(message)[4:]), "version": paceline.__version__, "colour": "blue"}
+    content = {**json.loads(encode(message)[4:]), "version": paceline.__version__, "color": "blue"}
     with pytest.raises(MessageError, match="unknown field"):
         decode(json.dumps(content).encode())
 

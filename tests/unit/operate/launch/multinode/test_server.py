@@ -13,16 +13,16 @@ from launching import wait_until
 
 from paceline.operate.launch.multinode import server as serving
 from paceline.operate.launch.multinode.membership import Orders
-from paceline.operate.launch.multinode.protocol import Heartbeat, Stopped, WorkersFinished
+from paceline.operate.launch.multinode.protocol import Heartbeat, WorkersFinished, WorkersStopped
 from paceline.operate.launch.multinode.remote_client import connect_client
-from paceline.operate.launch.multinode.server import MeetingServer
+from paceline.operate.launch.multinode.server import RendezvousServer
 
 SILENCE_S = 60.0  # of the test's own clock, which runs ahead of the real one
 
 
 @dataclass
 class Thinker:
-    """A controller that blocks while it processes a report of kind `Stopped`, until it is released."""
+    """A controller that blocks while it processes a report of kind `WorkersStopped`, until it is released."""
 
     deadline_s = None
     thinks: threading.Event = field(default_factory=threading.Event)
@@ -31,7 +31,7 @@ class Thinker:
     lost_nodes: list[str] = field(default_factory=list)
 
     def reported(self, node: str, report: object, now_s: float) -> Orders:
-        if isinstance(report, Stopped):
+        if isinstance(report, WorkersStopped):
             self.thinks.set()
             assert self.may_go_on.wait(60)
         self.reports.append(report)
@@ -49,10 +49,10 @@ class Thinker:
 
 
 @pytest.fixture
-def meeting(monkeypatch):
+def rendezvous(monkeypatch):
     monkeypatch.setattr(serving, "HEARTBEAT_S", 0.05)
     thinker = Thinker()
-    server = MeetingServer(socket.create_server(("127.0.0.1", 0)), None, thinker, SILENCE_S)
+    server = RendezvousServer(socket.create_server(("127.0.0.1", 0)), None, thinker, SILENCE_S)
     clients = [connect_client(server.address, None, 60.0, SILENCE_S, print) for _ in range(2)]
     for client in clients:
         client.send(WorkersFinished(0))
@@ -64,9 +64,9 @@ def meeting(monkeypatch):
     server.close(0.0)
 
 
-def test_a_server_that_thinks_gives_signs_of_life(meeting):
-    thinker, clients = meeting
-    clients[0].send(Stopped(1, 2))
+def test_a_server_that_thinks_gives_signs_of_life(rendezvous):
+    thinker, clients = rendezvous
+    clients[0].send(WorkersStopped(1, 2))
     assert thinker.thinks.wait(60)
     heard: list[object] = []
 
@@ -80,9 +80,9 @@ def test_a_server_that_thinks_gives_signs_of_life(meeting):
         wait_until(lambda client=client: has_heard(client))
 
 
-def test_what_came_while_the_server_thought_was_no_silence(meeting, monkeypatch):
-    thinker, (first, second) = meeting
-    first.send(Stopped(1, 2))
+def test_what_came_while_the_server_thought_was_no_silence(rendezvous, monkeypatch):
+    thinker, (first, second) = rendezvous
+    first.send(WorkersStopped(1, 2))
     assert thinker.thinks.wait(60)
     ahead = SimpleNamespace(monotonic=lambda: time.monotonic() + 2 * SILENCE_S, monotonic_ns=time.monotonic_ns)
     monkeypatch.setattr(serving, "time", ahead)

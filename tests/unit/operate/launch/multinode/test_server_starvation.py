@@ -73,7 +73,7 @@ class Mute:
         return []
 
 
-def test_a_silent_meeting_is_lost_once_its_machine_is(monkeypatch):
+def test_a_silent_rendezvous_is_lost_once_its_machine_is(monkeypatch):
     from paceline.operate.launch.multinode import server as serving
 
     asked = []
@@ -84,7 +84,7 @@ def test_a_silent_meeting_is_lost_once_its_machine_is(monkeypatch):
 
     monkeypatch.setattr(serving, "HEARTBEAT_S", 60.0)
     monkeypatch.setattr(remote_client, "is_starved", answers)
-    server = serving.MeetingServer(socket.create_server(("127.0.0.1", 0)), None, Mute(), 60.0)
+    server = serving.RendezvousServer(socket.create_server(("127.0.0.1", 0)), None, Mute(), 60.0)
     client = connect_client(server.address, None, 60.0, 0.1, print)
     try:
         told = []

@@ -62,10 +62,10 @@ def test_the_first_machine_says_where_all_meet():
     assert found.take_actions() == [SendAssignment(0, part(0, 3))]
     found.receive(0, RendezvousAddress("10.0.0.1", 29400), 3.0)
     [given] = found.take_actions()
-    assert isinstance(given, SendAssignment) and given.machine == 1 and given.part.meeting == ("10.0.0.1", 29400)
+    assert isinstance(given, SendAssignment) and given.machine == 1 and given.part.rendezvous == ("10.0.0.1", 29400)
     found.receive(2, HELLO, 4.0)
     [given] = found.take_actions()
-    assert isinstance(given, SendAssignment) and given.machine == 2 and given.part.meeting == ("10.0.0.1", 29400)
+    assert isinstance(given, SendAssignment) and given.machine == 2 and given.part.rendezvous == ("10.0.0.1", 29400)
     assert found.deadline_s is None
 
 
@@ -134,8 +134,8 @@ def test_a_machine_that_does_not_answer_is_named():
 
 def test_signals_are_passed_on_and_a_second_one_too():
     found = started("a", "b")
-    found.signalled("SIGINT", 5.0)
-    found.signalled("SIGINT", 6.0)
+    found.signaled("SIGINT", 5.0)
+    found.signaled("SIGINT", 6.0)
     assert found.take_actions() == [ForwardSignal(machine, "SIGINT") for machine in (0, 1, 0, 1)]
     end(found, 0, 1, 7.0)
     assert found.take_actions() == []
@@ -162,7 +162,7 @@ def test_other_launchers_have_time_to_end_by_themselves():
     assert (found.is_over, found.exit_code, found.take_actions()) == (True, 3, [])
 
 
-def test_without_a_meeting_nobody_waits():
+def test_without_a_rendezvous_nobody_waits():
     found = conduct("a", "b")
     for number in range(2):
         found.receive(number, HELLO, 1.0)

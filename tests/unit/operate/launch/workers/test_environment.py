@@ -8,7 +8,7 @@ from paceline.cli.main import main
 from paceline.operate.launch.workers.environment import (
     allowed_cores,
     check_variables,
-    misspelt,
+    misspelled,
     threads_per_worker,
     worker_environment,
 )
@@ -89,9 +89,9 @@ def test_right_values_pass(monkeypatch):
     check_variables(True)
 
 
-def test_a_misspelt_name_is_pointed_out():
+def test_a_misspelled_name_is_pointed_out():
     names = ("PACELINE_CHEKS", "PACELINE_STREAM", "PACELINE_STORE", "PACELINE_CHECKS", "PACELINE_MY_OWN", "PATH")
-    assert list(misspelt(dict.fromkeys(names, "1"))) == [
+    assert list(misspelled(dict.fromkeys(names, "1"))) == [
         f"the environment variable {seen} is not known and has no effect; did you mean {meant}?"
         for seen, meant in (("PACELINE_CHEKS", "PACELINE_CHECKS"), ("PACELINE_STREAM", "PACELINE_STREAMS"))
     ]

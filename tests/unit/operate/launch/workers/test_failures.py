@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from paceline.operate.launch.multinode.protocol import LARGEST, Stopped, encode
+from paceline.operate.launch.multinode.protocol import LARGEST, WorkersStopped, encode
 from paceline.operate.launch.workers.failures import (
     ExceptionNotice,
     Record,
@@ -82,5 +82,5 @@ def test_what_is_told_between_machines_fits_into_a_message(tmp_path: Path):
     told = shortened([*others, cause])
     assert cause in told
     assert "characters, see the rank's output" in cause.record.text
-    assert len(encode(Stopped(1, 1, told))) < LARGEST
+    assert len(encode(WorkersStopped(1, 1, told))) < LARGEST
     assert shortened(()) == ()

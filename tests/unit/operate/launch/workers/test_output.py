@@ -20,7 +20,7 @@ def test_lines_come_out_whole_however_they_are_cut():
     assert joined == b"".join(b"[rank 1] " + x + b"\n" for x in (b"one", b"two", b"three", b"\xff", b"tail"))
 
 
-def test_prefixes_are_coloured_only_for_a_terminal():
+def test_prefixes_are_colored_only_for_a_terminal():
     assert prefix_of(3, False) == b"[rank 3] "
     assert prefix_of(3, True).startswith(b"\x1b[")
 

@@ -12,7 +12,7 @@ from paceline.errors import CheckpointDamagedError
 from paceline.train.checkpoint.format.checkpoint import listing_of, open_checkpoint
 from paceline.train.checkpoint.format.manifest import BLOCK_NBYTES
 from paceline.train.checkpoint.format.part_writer import WriteItem, write_part
-from paceline.train.checkpoint.format.regions import Box, Flat, whole
+from paceline.train.checkpoint.format.regions import Flat, TensorBlock, whole
 from paceline.train.checkpoint.format.root import Root
 
 
@@ -35,7 +35,7 @@ def test_any_part_of_a_tensor_is_read_on_its_own(tmp_path):
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.read("w") == data
         assert checkpoint.read("w", Flat(120, 140)) == data[480:560]
-        columns = struct.unpack("<18f", checkpoint.read("w", Box((0, 10), (6, 3))))
+        columns = struct.unpack("<18f", checkpoint.read("w", TensorBlock((0, 10), (6, 3))))
         assert columns == tuple(float(50 * row + column) for row in range(6) for column in (10, 11, 12))
 
 

@@ -20,7 +20,7 @@ from paceline.train.checkpoint.format.manifest import (
     manifest_to_bytes,
     merged,
 )
-from paceline.train.checkpoint.format.regions import Box, Flat, whole
+from paceline.train.checkpoint.format.regions import Flat, TensorBlock, whole
 
 
 def piece_of(region):
@@ -42,7 +42,7 @@ def test_a_manifest_comes_back_as_it_was():
         MANIFEST,
         step=None,
         here=(),
-        tensors={"w": replace(ENTRY, pieces=(piece_of(Box((0, 0), (2, 3))),))},
+        tensors={"w": replace(ENTRY, pieces=(piece_of(TensorBlock((0, 0), (2, 3))),))},
     )
     assert manifest_from_bytes(manifest_to_bytes(boxed), "m") == boxed
     assert contributions_from_bytes(b"[" + contribution_to_bytes(PART, {}) + b"]") == (

@@ -9,21 +9,21 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline.train.checkpoint.format.regions import Box, Flat, copies, count, runs, simplified, untiled
+from paceline.train.checkpoint.format.regions import Flat, TensorBlock, copies, count, runs, simplified, untiled
 
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
 
 @st.composite
-def boxes(draw, shape):
+def tensor_blocks(draw, shape):
     ranges = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape]
-    return Box(tuple(first for first, _ in ranges), tuple(last - first for first, last in ranges))
+    return TensorBlock(tuple(first for first, _ in ranges), tuple(last - first for first, last in ranges))
 
 
 @st.composite
 def regions(draw, shape):
     if draw(st.booleans()):
-        return draw(boxes(shape))
+        return draw(tensor_blocks(shape))
     start, stop = sorted((draw(st.integers(0, prod(shape))), draw(st.integers(0, prod(shape)))))
     return Flat(start, stop)
 
@@ -69,9 +69,9 @@ def test_slices_along_a_dimension_tile(data, shape):
     assume(shape)
     axis = data.draw(st.integers(0, len(shape) - 1))
     cut = data.draw(st.integers(0, shape[axis]))
-    first = Box((0,) * len(shape), (*shape[:axis], cut, *shape[axis + 1 :]))
+    first = TensorBlock((0,) * len(shape), (*shape[:axis], cut, *shape[axis + 1 :]))
     offset = tuple(cut if each == axis else 0 for each in range(len(shape)))
-    second = Box(offset, (*shape[:axis], shape[axis] - cut, *shape[axis + 1 :]))
+    second = TensorBlock(offset, (*shape[:axis], shape[axis] - cut, *shape[axis + 1 :]))
     assert untiled(shape, [second, first]) is None
     if cut < shape[axis]:
         assert "no rank holds" in str(untiled(shape, [first]))
@@ -83,8 +83,8 @@ def test_slices_along_a_dimension_tile(data, shape):
         ([Flat(0, 4), Flat(5, 6)], "no rank holds the elements 4 to 5"),
         ([Flat(0, 4), Flat(3, 6)], "the elements 3 to 4 are held twice"),
         ([Flat(0, 7)], "elements 0 to 7 of a tensor of 6"),
-        ([Box((0, 0), (2, 2)), Box((0, 1), (2, 2))], "the blocks at [0, 0] and at [0, 1] overlap"),
-        ([Box((0, 0), (2, 4))], "0 to 4 of 3 in dimension 1"),
+        ([TensorBlock((0, 0), (2, 2)), TensorBlock((0, 1), (2, 2))], "the blocks at [0, 0] and at [0, 1] overlap"),
+        ([TensorBlock((0, 0), (2, 4))], "0 to 4 of 3 in dimension 1"),
         ([], "no rank holds the elements 0 to 6"),
     ],
 )

@@ -6,13 +6,13 @@ from elastic_model.play import running
 
 from paceline.operate.launch.elastic.machine_log import ReplayableMessages
 from paceline.train.elastic.protocol import (
-    Dismissed,
     EndOrder,
-    Installed,
+    ExitRequest,
     LoopFinished,
     NotifyOrder,
-    Ready,
+    ViewInstalled,
     WaitNotice,
+    WorkerReady,
 )
 
 
@@ -45,9 +45,9 @@ def test_late_workers_are_dismissed_when_one_has_finished():
     play = running("a0", "a1")
     play.ready("a2")
     play.say("a0", LoopFinished(9))
-    assert play.told("a2") == [Dismissed("the job has finished")]
+    assert play.told("a2") == [ExitRequest("the job has finished")]
     play.ready("a3")
-    assert play.told("a3") == [Dismissed("the job has finished")]
+    assert play.told("a3") == [ExitRequest("the job has finished")]
 
 
 def test_the_majority_goes_on_without_a_machine():
@@ -70,7 +70,7 @@ def test_a_machine_that_comes_back_in_time_loses_nothing():
     play = running("a0", "b0", "b1")
     view = play.view()
     play.lose("b")
-    standing = ReplayableMessages([Ready("same"), Installed(view.generation, 0)])
+    standing = ReplayableMessages([WorkerReady("same"), ViewInstalled(view.generation, 0)])
     play.come_back("b", b0=standing, b1=standing)
     play.wait(200.0)
     assert play.view() == view and not isinstance(play.orders[-1], EndOrder)
@@ -83,12 +83,12 @@ def test_a_machine_that_comes_back_late_learns_that_it_is_out():
     first = play.view()
     play.lose("b")
     view = play.view()
-    play.come_back("b", b0=ReplayableMessages([Ready("same"), Installed(first.generation, 0)]))
+    play.come_back("b", b0=ReplayableMessages([WorkerReady("same"), ViewInstalled(first.generation, 0)]))
     assert play.told("b0")[-1] == view
     play.install(view)
     play.wait(0.2)
     assert play.view() == view, "its old readiness does not count"
-    play.say("b0", Ready("same"))
+    play.say("b0", WorkerReady("same"))
     play.wait(0.2)
     assert play.view().members == ("a0", "a1", "b0") and play.view().is_planned
 
@@ -96,7 +96,7 @@ def test_a_machine_that_comes_back_late_learns_that_it_is_out():
 def test_a_worker_that_a_returning_machine_does_not_name_is_dead():
     play = running("a0", "b0", "b1")
     play.lose("b")
-    play.come_back("b", b0=ReplayableMessages([Ready("same"), Installed(play.view().generation, 0)]))
+    play.come_back("b", b0=ReplayableMessages([WorkerReady("same"), ViewInstalled(play.view().generation, 0)]))
     assert play.view().members == ("a0", "b0")
 
 
@@ -105,7 +105,7 @@ def test_a_stopped_worker_is_left_out_and_may_come_back():
     play.take(play.coordinator.worker_stalled("a1", "stopped", play.now_s))
     play.install(play.view())
     assert play.view().members == ("a0",)
-    play.say("a1", Ready("same"))
+    play.say("a1", WorkerReady("same"))
     play.wait(0.2)
     assert play.view().members == ("a0", "a1")
 

@@ -11,13 +11,13 @@ from paceline.train.elastic.coordinator.election import (
     ConnectionLoss,
     ContactResult,
     CoordinatorSearch,
-    GiveUp,
     Pause,
+    StopSearch,
     TryMachine,
 )
 from paceline.train.elastic.protocol import (
-    Ready,
     View,
+    WorkerReady,
     WorkerReport,
 )
 
@@ -41,7 +41,7 @@ def test_one_that_others_have_not_missed_yet_is_waited_for():
     seeker.tried(1, ContactResult.ELSEWHERE, 0)
     assert seeker.next([1, 2], 0.0) == Pause(0.1)
     assert [seeker.next([1, 2], 1.5) for _ in range(2)] == [TryMachine(1), TryMachine(2, 0.6)]
-    assert isinstance(seeker.next([1, 2], 120.0), GiveUp)
+    assert isinstance(seeker.next([1, 2], 120.0), StopSearch)
 
 
 def test_only_an_orderly_end_that_is_confirmed_counts_as_one():
@@ -81,7 +81,7 @@ def test_an_account_is_told_in_full():
     account = MachineState("host-1", 2, 1, 2)
     for uid in ("1.2.0", "1.3.0"):
         account.started(uid)
-    account.said("1.2.0", Ready("same"))
+    account.said("1.2.0", WorkerReady("same"))
     account.stalled("1.2.0", "stopped")
     account.ended("1.3.0", "exit code 1", 1)
     account.learns(KNOWN)
@@ -89,7 +89,7 @@ def test_an_account_is_told_in_full():
     account.passes_on(later)
     account.machine_ended(0)
     told = account.report()
-    assert told.workers == (WorkerReport("1.2.0", (Ready("same"),), "stopped"),)
+    assert told.workers == (WorkerReport("1.2.0", (WorkerReady("same"),), "stopped"),)
     assert told.ended == (("1.3.0", "exit code 1", 1),)
     assert told.knowledge.views == (FIRST, later) and told.knowledge.ended == (0,)
     assert told.knowledge.coordinator == 0 and told.knowledge.is_dead("0.0.0")

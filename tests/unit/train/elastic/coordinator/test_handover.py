@@ -10,21 +10,19 @@ from paceline.train.elastic.coordinator.election import (
     ConnectionLoss,
     ContactResult,
     CoordinatorSearch,
-    GiveUp,
     JobDeserted,
     Pause,
+    StopSearch,
     TryMachine,
 )
 from paceline.train.elastic.protocol import (
     CaughtUp,
     CoordinatorOrder,
     HandoverOrder,
-    Installed,
     LauncherAddress,
-    Leaving,
+    LeaveNotice,
     LoopFinished,
     MachineReport,
-    Ready,
     ReplicatedJobState,
     ReplicateOrder,
     SendOrder,
@@ -32,6 +30,8 @@ from paceline.train.elastic.protocol import (
     TransferOffer,
     TransferReady,
     View,
+    ViewInstalled,
+    WorkerReady,
     WorkerReport,
     merge_job_states,
     next_term,
@@ -49,10 +49,10 @@ def running(machines: int = 3) -> tuple[Coordinator, View]:
         coordinator.machine_listed(name, 0.0)
     for name in names:
         coordinator.worker_started(f"{name}.0.0", name, 0.0)
-    orders = [order for name in names for order in coordinator.worker_said(f"{name}.0.0", Ready("same"), 0.0)]
+    orders = [order for name in names for order in coordinator.worker_said(f"{name}.0.0", WorkerReady("same"), 0.0)]
     view = views(orders)[0]
     for uid in view.members:
-        coordinator.worker_said(uid, Installed(view.generation, 0), 0.0)
+        coordinator.worker_said(uid, ViewInstalled(view.generation, 0), 0.0)
     return coordinator, view
 
 
@@ -69,7 +69,7 @@ def retiring() -> tuple[Coordinator, View]:
     coordinator, _ = running()
     coordinator.slots_changed("0", 0, 1.0)
     coordinator.machine_leaves("0", 1.0)
-    orders = coordinator.worker_said("0.0.0", Leaving("SIGTERM"), 1.0)
+    orders = coordinator.worker_said("0.0.0", LeaveNotice("SIGTERM"), 1.0)
     (view,) = {each.generation: each for each in views(orders)}.values()
     return coordinator, view
 
@@ -79,7 +79,7 @@ def told() -> Coordinator:
     coordinator, view = retiring()
     coordinator.worker_ended("0.0.0", "exit code 0", 0, 1.1)
     for uid in view.members:
-        coordinator.worker_said(uid, Installed(view.generation, 1), 1.2)
+        coordinator.worker_said(uid, ViewInstalled(view.generation, 1), 1.2)
     return coordinator
 
 
@@ -90,8 +90,8 @@ def test_the_view_without_its_worker_meets_at_the_successor():
 
 def test_the_successor_is_told_when_all_is_at_rest():
     coordinator, view = retiring()
-    assert not handed(coordinator.worker_said("1.0.0", Installed(view.generation, 1), 1.1))
-    assert not handed(coordinator.worker_said("2.0.0", Installed(view.generation, 1), 1.1))
+    assert not handed(coordinator.worker_said("1.0.0", ViewInstalled(view.generation, 1), 1.1))
+    assert not handed(coordinator.worker_said("2.0.0", ViewInstalled(view.generation, 1), 1.1))
     orders = coordinator.worker_ended("0.0.0", "exit code 0", 0, 1.2)
     assert handed(orders) == [("1", 1)]
     known = [each.knowledge for each in orders if isinstance(each, ReplicateOrder)]
@@ -122,19 +122,19 @@ def test_a_machine_that_leaves_itself_is_no_successor():
     coordinator, _ = running()
     coordinator.machine_leaves("1", 0.5)
     coordinator.machine_leaves("0", 1.0)
-    orders = coordinator.worker_said("0.0.0", Leaving("SIGTERM"), 1.0)
+    orders = coordinator.worker_said("0.0.0", LeaveNotice("SIGTERM"), 1.0)
     assert views(orders)[0].store == "2"
 
 
 def test_members_move_to_another_store_though_nobody_leaves():
     coordinator, _ = running()
     coordinator.worker_ended("0.0.0", "killed by SIGKILL", -9, 1.0)
-    view = views(coordinator.worker_said("1.0.0", Installed(1, 0), 1.0))
+    view = views(coordinator.worker_said("1.0.0", ViewInstalled(1, 0), 1.0))
     assert not view, "the one that follows the death is told already"
     latest = coordinator._job.views.latest
     assert latest is not None and latest.store == "0"
     for uid in latest.members:
-        coordinator.worker_said(uid, Installed(latest.generation, 1), 1.1)
+        coordinator.worker_said(uid, ViewInstalled(latest.generation, 1), 1.1)
     moved = views(coordinator.machine_leaves("0", 1.2))[0]
     assert (moved.members, moved.is_planned, moved.store) == (latest.members, True, "1")
 
@@ -143,7 +143,7 @@ def test_when_all_leave_nobody_is_told_to_coordinate():
     coordinator, view = running(2)
     for name in "10":
         coordinator.machine_leaves(name, 1.0)
-        coordinator.worker_said(f"{name}.0.0", Leaving("SIGTERM"), 1.0)
+        coordinator.worker_said(f"{name}.0.0", LeaveNotice("SIGTERM"), 1.0)
     orders = [order for uid in view.members for order in coordinator.worker_ended(uid, "exit code 0", 0, 1.1)]
     assert not handed(orders)
 
@@ -168,7 +168,7 @@ def asks(
 ) -> object:
     """Lets a launcher seek a coordinator while others respond; returns its last step."""
     now_s, step = 0.0, None
-    while now_s < until_s and not isinstance(step, (JobDeserted, GiveUp)):
+    while now_s < until_s and not isinstance(step, (JobDeserted, StopSearch)):
         step = seeker.next([seeker.me, *answers], now_s, is_done=is_done)
         if isinstance(step, TryMachine):
             seeker.tried(step.number, answers.get(step.number, ContactResult.SEEKING))
@@ -220,7 +220,7 @@ def teaching(*said: object, known: ReplicatedJobState = KNOWN) -> tuple[Coordina
     """Machine 1 takes over while worker 2.0.0 receives the state from 0.0.0 and 1.0.0 and has reported progress."""
     reports = []
     for number in range(3):
-        heard = said if number == 2 else (Ready("same"), Installed(FIRST.generation, 0))
+        heard = said if number == 2 else (WorkerReady("same"), ViewInstalled(FIRST.generation, 0))
         donates = () if number == 2 else (TransferReady(TRANSFER.number, 4, f"there:{number}"),)
         workers = (WorkerReport(f"{number}.0.0", (*heard, *donates)),)
         reports.append(MachineReport(number, f"host-{number}", 1, number, known, workers))
@@ -237,7 +237,7 @@ def transfers(orders: list[CoordinatorOrder]) -> set[int]:
 
 
 def test_a_lesson_goes_on_under_another_coordinator():
-    coordinator, orders = teaching(Ready("same", learns=True))
+    coordinator, orders = teaching(WorkerReady("same", learns=True))
     assert transfers(orders) == {TRANSFER.number}, "no other is begun"
     offers = [each.message for each in orders if isinstance(each, SendOrder) and each.uid == "2.0.0"]
     assert {each.sender for each in offers if isinstance(each, TransferOffer)} == {*FIRST.members}
@@ -246,12 +246,12 @@ def test_a_lesson_goes_on_under_another_coordinator():
 
 
 def test_a_learner_that_had_caught_up_comes_in():
-    _, orders = teaching(Ready("same", learns=True), CaughtUp(5))
+    _, orders = teaching(WorkerReady("same", learns=True), CaughtUp(5))
     assert views(orders)[-1].members == ("0.0.0", "1.0.0", "2.0.0")
 
 
 def test_a_lesson_that_came_to_nothing_is_followed_by_another():
-    _, orders = teaching(Ready("same", learns=True, after=TRANSFER.number))
+    _, orders = teaching(WorkerReady("same", learns=True, after=TRANSFER.number))
     assert transfers(orders) - {TRANSFER.number}
 
 

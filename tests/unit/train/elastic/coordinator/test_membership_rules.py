@@ -6,14 +6,14 @@ import pytest
 from elastic_model.play import Play, running
 
 from paceline.train.elastic.protocol import (
-    Broken,
     CloseSlotsOrder,
-    Dismissed,
     EndOrder,
-    Leaving,
+    ExitRequest,
+    LeaveNotice,
     NotifyOrder,
     SendOrder,
     StartOrder,
+    ViewFailed,
     WaitNotice,
 )
 
@@ -82,7 +82,7 @@ def test_a_newcomer_given_the_state_but_not_the_others_counts():
     play.ready("a1")
     play.wait(0.2)
     play.kill("a0")
-    play.say("a1", Broken(play.view().generation, 5, "lost a0"))
+    play.say("a1", ViewFailed(play.view().generation, 5, "lost a0"))
     assert play.view().members == ("a1",)
 
 
@@ -93,7 +93,7 @@ def test_a_newcomer_without_the_state_is_no_truth(says_so):
     play.wait(0.2)
     play.kill("a0")
     if says_so:
-        play.say("a1", Broken(play.view().generation, -1, "lost a0"))
+        play.say("a1", ViewFailed(play.view().generation, -1, "lost a0"))
     else:
         play.wait(10.0)
     assert play.end().code == 1 and "state is lost" in play.end().reason and "a0" in play.end().reason
@@ -101,7 +101,7 @@ def test_a_newcomer_without_the_state_is_no_truth(says_so):
 
 def test_one_that_leaves_is_left_out_by_a_planned_view():
     play = running("a0", "a1")
-    play.say("a1", Leaving("SIGTERM"))
+    play.say("a1", LeaveNotice("SIGTERM"))
     view = play.view()
     assert view.members == ("a0",) and view.is_planned and play.told("a1")[-1] == view
     play.kill("a1", code=0)
@@ -110,7 +110,7 @@ def test_one_that_leaves_is_left_out_by_a_planned_view():
 
 def test_leaving_and_a_death_make_one_forced_view():
     play = running("a0", "a1", "a2")
-    play.say("a1", Leaving("SIGTERM"))
+    play.say("a1", LeaveNotice("SIGTERM"))
     play.kill("a2")
     assert play.view().members == ("a0",) and not play.view().is_planned
     assert play.told("a1")[-1] == play.view()
@@ -119,7 +119,7 @@ def test_leaving_and_a_death_make_one_forced_view():
 def test_the_last_one_hands_over_before_it_leaves():
     play = running("a0")
     play.ready("a1")
-    play.say("a0", Leaving("SIGTERM"))
+    play.say("a0", LeaveNotice("SIGTERM"))
     both = play.view()
     assert both.members == ("a0", "a1")
     play.install(both)
@@ -128,9 +128,9 @@ def test_the_last_one_hands_over_before_it_leaves():
 
 def test_the_last_one_leaves_when_nobody_comes():
     play = running("a0")
-    play.say("a0", Leaving("SIGTERM"))
+    play.say("a0", LeaveNotice("SIGTERM"))
     play.wait(10.0)
-    assert play.told("a0")[-1] == Dismissed("asked to leave: SIGTERM")
+    assert play.told("a0")[-1] == ExitRequest("asked to leave: SIGTERM")
     play.kill("a0", code=0)
     assert play.end().code == 1 and "asked to leave" in play.end().reason
 
@@ -171,7 +171,7 @@ def test_a_worker_of_other_bits_is_refused_with_both_texts():
     play.machines(b=1)
     play.ready("b0", fingerprint="other")
     dismissed = play.told("b0")[-1]
-    assert isinstance(dismissed, Dismissed) and dismissed.code == 2
+    assert isinstance(dismissed, ExitRequest) and dismissed.code == 2
     assert "'other'" in dismissed.reason and "'same'" in dismissed.reason
     assert any(isinstance(each, CloseSlotsOrder) and each.machine == "b" for each in play.orders)
 
@@ -182,4 +182,4 @@ def test_at_the_start_the_majority_decides_which_bits():
     play.ready("a0", fingerprint="other")
     play.ready("a1", "a2")
     assert play.view().members == ("a1", "a2")
-    assert isinstance(play.told("a0")[-1], Dismissed)
+    assert isinstance(play.told("a0")[-1], ExitRequest)

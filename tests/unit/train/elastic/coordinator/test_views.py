@@ -10,18 +10,18 @@ from paceline.train.elastic.coordinator.election import (
     merge_reports,
 )
 from paceline.train.elastic.protocol import (
-    Broken,
     CoordinatorOrder,
-    Dismissed,
+    ExitRequest,
     FenceStalledOrder,
-    Installed,
     MachineReport,
     NotifyOrder,
-    Ready,
     ReplicatedJobState,
     ReplicateOrder,
     SendOrder,
     View,
+    ViewFailed,
+    ViewInstalled,
+    WorkerReady,
     next_term,
 )
 
@@ -83,7 +83,7 @@ def test_a_machine_has_time_to_follow_the_new_coordinator():
 
 def test_broken_connections_end_the_wait_for_a_machine():
     coordinator, _ = resumed(report(1), report(2))
-    orders = coordinator.worker_said("1.0.0", Broken(FIRST.generation, 1, "lost 0.0.0"), 0.1)
+    orders = coordinator.worker_said("1.0.0", ViewFailed(FIRST.generation, 1, "lost 0.0.0"), 0.1)
     assert views(orders)[0].members == ("1.0.0", "2.0.0")
 
 
@@ -104,7 +104,7 @@ def test_who_was_left_out_stays_out():
 def test_one_member_that_has_entered_speaks_for_all():
     second = View(FIRST.generation + 1, FIRST.members, is_planned=True, store="0")
     known = msgspec.structs.replace(KNOWN, views=(FIRST, second))
-    said = (Ready("same"), Installed(second.generation, 3))
+    said = (WorkerReady("same"), ViewInstalled(second.generation, 3))
     assert merge_reports([report(0), report(1, said, known)]).complete == second.generation
 
 
@@ -112,7 +112,7 @@ def test_a_worker_taken_for_dead_is_told_to_end():
     coordinator, _ = running(m0=2, m1=1)
     coordinator.machine_left("1", "its launcher has ended", 0.0)
     orders = coordinator.machine_returned(report(1), 1.0)
-    assert Dismissed("the others have continued without it") in [
+    assert ExitRequest("the others have continued without it") in [
         each.message for each in orders if isinstance(each, SendOrder)
     ]
 

@@ -52,7 +52,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
 
 
 @pytest.fixture
-def meeting(launcher: Launcher) -> Iterator[ViewGroups]:
+def view_groups(launcher: Launcher) -> Iterator[ViewGroups]:
     made = ViewGroups(launcher)
     try:
         yield made
@@ -74,71 +74,71 @@ def require_works(group: object) -> None:
     assert total.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_planned_view_forms_beside_the_one_before(launcher: Launcher, meeting: ViewGroups) -> None:
-    first = meeting.enter(launcher.tell(1, ME, is_planned=False))
+def test_a_planned_view_forms_beside_the_one_before(launcher: Launcher, view_groups: ViewGroups) -> None:
+    first = view_groups.enter(launcher.tell(1, ME, is_planned=False))
     planned = launcher.tell(2, ME)
     wait_until(lambda: not forming())
     require_works(first)
-    second = meeting.enter(planned)
+    second = view_groups.enter(planned)
     assert second is not first
     require_works(second)
 
 
-def test_a_view_is_acted_on_when_its_group_is_there(launcher: Launcher, meeting: ViewGroups) -> None:
-    meeting.enter(launcher.tell(1, ME, is_planned=False))
+def test_a_view_is_acted_on_when_its_group_is_there(launcher: Launcher, view_groups: ViewGroups) -> None:
+    view_groups.enter(launcher.tell(1, ME, is_planned=False))
     launcher.tell(4, ME, OTHER)
-    assert meeting.acts_up_to(6) == 1, "the other worker has not come, and what follows has to wait too"
+    assert view_groups.acts_up_to(6) == 1, "the other worker has not come, and what follows has to wait too"
     launcher.tell(5, ME, is_planned=False)
-    wait_until(lambda: meeting.acts_up_to(6) == 6)
+    wait_until(lambda: view_groups.acts_up_to(6) == 6)
     launcher.tell(7, ME)
-    wait_until(lambda: meeting.acts_up_to(7) == 7)
-    require_works(meeting.enter(View(7, (ME,), is_planned=True)))
+    wait_until(lambda: view_groups.acts_up_to(7) == 7)
+    require_works(view_groups.enter(View(7, (ME,), is_planned=True)))
 
 
 def test_a_group_that_does_not_form_is_awaited_for_a_while(
-    launcher: Launcher, meeting: ViewGroups, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, view_groups: ViewGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher.tell(4, ME, OTHER)
-    assert meeting.acts_up_to(4) == 0
+    assert view_groups.acts_up_to(4) == 0
     monkeypatch.setattr("paceline.train.elastic.worker.view_group._HEAD_START_S", 0.0)
-    assert meeting.acts_up_to(4) == 4
+    assert view_groups.acts_up_to(4) == 4
     assert forming(), "it still waits for the other worker"
 
 
-def test_a_forced_view_ends_a_planned_one_that_forms(launcher: Launcher, meeting: ViewGroups) -> None:
+def test_a_forced_view_ends_a_planned_one_that_forms(launcher: Launcher, view_groups: ViewGroups) -> None:
     launcher.tell(2, ME, OTHER)
     assert forming(), "it waits for the other worker"
-    require_works(meeting.enter(launcher.tell(3, ME, is_planned=False)))
+    require_works(view_groups.enter(launcher.tell(3, ME, is_planned=False)))
     wait_until(lambda: not forming())
 
 
-def test_a_planned_view_that_was_replaced_cannot_be_entered(launcher: Launcher, meeting: ViewGroups) -> None:
+def test_a_planned_view_that_was_replaced_cannot_be_entered(launcher: Launcher, view_groups: ViewGroups) -> None:
     planned = launcher.tell(2, ME, OTHER)
     forced = launcher.tell(3, ME, is_planned=False)
     with pytest.raises(LOST_MEMBER_ERRORS):
-        meeting.enter(planned)
-    require_works(meeting.enter(forced))
+        view_groups.enter(planned)
+    require_works(view_groups.enter(forced))
 
 
-def test_views_that_are_over_or_of_others_are_not_prepared(launcher: Launcher, meeting: ViewGroups) -> None:
+def test_views_that_are_over_or_of_others_are_not_prepared(launcher: Launcher, view_groups: ViewGroups) -> None:
     launcher.tell(2, OTHER)
-    meeting.enter(launcher.tell(4, ME, is_planned=False))
+    view_groups.enter(launcher.tell(4, ME, is_planned=False))
     launcher.tell(3, ME, OTHER)
-    meeting.prepare_no_more()
+    view_groups.prepare_no_more()
     launcher.tell(5, ME, OTHER)
     assert not forming()
 
 
 @pytest.mark.parametrize("shards", [2, 2000])
-def test_statuses_of_any_length_are_exchanged(launcher: Launcher, meeting: ViewGroups, shards: int) -> None:
-    group = meeting.enter(launcher.tell(1, ME, is_planned=False))
+def test_statuses_of_any_length_are_exchanged(launcher: Launcher, view_groups: ViewGroups, shards: int) -> None:
+    group = view_groups.enter(launcher.tell(1, ME, is_planned=False))
     status = MemberStatus(3, tuple((at, at + 1) for at in range(shards)), dealt=BatchAssignment(2, (ME, OTHER)))
     assert exchange_statuses(group, status) == [status]
 
 
-def test_what_was_prepared_ends_with_the_loop(launcher: Launcher, meeting: ViewGroups) -> None:
-    group = meeting.enter(launcher.tell(1, ME, is_planned=False))
+def test_what_was_prepared_ends_with_the_loop(launcher: Launcher, view_groups: ViewGroups) -> None:
+    group = view_groups.enter(launcher.tell(1, ME, is_planned=False))
     launcher.tell(2, ME, OTHER)
-    meeting.prepare_no_more()
+    view_groups.prepare_no_more()
     wait_until(lambda: not forming())
     require_works(group)

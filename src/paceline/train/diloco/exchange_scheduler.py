@@ -1,6 +1,6 @@
 """Timing and participants of exchanges: two state machines that perform no I/O and do not read the clock.
 
-`ExchangeTimetable` determines when an exchange starts and when its result is used. Exchanges are numbered from 0;
+`ExchangeScheduler` determines when an exchange starts and when its result is used. Exchanges are numbered from 0;
 exchange k transfers fragment k mod `fragments` in round k // `fragments`. A round lasts `every` inner steps, and its
 exchanges are spread evenly over them. A late rank adopts the step count of the other ranks. Without this, it would fall
 further behind in each round.
@@ -77,7 +77,7 @@ class UseResult:
 
 
 @dataclass
-class ExchangeTimetable:
+class ExchangeScheduler:
     """Tracks a rank's training progress and determines its next action.
 
     Attributes:

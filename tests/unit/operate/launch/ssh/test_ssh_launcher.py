@@ -12,7 +12,7 @@ from paceline.operate.launch.ssh.remote_launch import (
     explain_failed_launch,
     other_version,
 )
-from paceline.operate.launch.ssh.starter import Host, forwarded_variables, hosts_of, is_here
+from paceline.operate.launch.ssh.ssh_launcher import Host, forwarded_variables, hosts_of, is_here
 
 
 @pytest.mark.parametrize(

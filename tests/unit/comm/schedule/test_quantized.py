@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.comm.schedule.algorithms import ALGORITHMS, QUANTISED, algorithms_offering, build, name_of, number_of
+from paceline.comm.schedule.algorithms import ALGORITHMS, QUANTIZED, algorithms_offering, build, name_of, number_of
 from paceline.comm.schedule.steps import (
     OWN_OUTPUT,
     Buffer,
@@ -26,7 +26,7 @@ from paceline.comm.schedule.steps import (
 )
 from paceline.comm.schedule.verify import ScheduleError, verify
 
-OPERATIONS = list(QUANTISED["int8"])
+OPERATIONS = list(QUANTIZED["int8"])
 SLOT = BufferSlice(Buffer.WIRE, 0)
 
 
@@ -162,7 +162,7 @@ def test_a_packed_block_is_not_kept_where_another_was():
 
 
 def test_what_is_on_the_wire_has_numbers_of_its_own():
-    assert [name_of(number_of(name)) for name in (*ALGORITHMS, *QUANTISED)] == [*ALGORITHMS, *QUANTISED]
-    assert [number_of(name) for name in QUANTISED] == [65, 66, 67]  # 64 is kQuantized in native/call/call.hpp
+    assert [name_of(number_of(name)) for name in (*ALGORITHMS, *QUANTIZED)] == [*ALGORITHMS, *QUANTIZED]
+    assert [number_of(name) for name in QUANTIZED] == [65, 66, 67]  # 64 is kQuantized in native/call/call.hpp
     assert name_of(0) is None and name_of(64) is None
-    assert not set(algorithms_offering(Operation.ALL_REDUCE)) & set(QUANTISED)  # they are not used unless requested
+    assert not set(algorithms_offering(Operation.ALL_REDUCE)) & set(QUANTIZED)  # they are not used unless requested

@@ -45,7 +45,7 @@ from paceline.operate.launch.ssh.remote_launch import (
     ShowText,
 )
 from paceline.operate.launch.workers.job_control import Signals
-from paceline.operate.launch.workers.output import Console, LinePrefixer, Write, prefix, wants_colours
+from paceline.operate.launch.workers.output import Console, LinePrefixer, Write, prefix, wants_colors
 
 _NAME = re.compile(
     r"(?:(?P<user>[\w.+-]+)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::(?P<slots>\d+))?"
@@ -105,8 +105,8 @@ def run_on_hosts(options: argparse.Namespace) -> int:
     shutdown_s = shutdown_timeout_s(options, os.environ)
     parts = parts_of(hosts, options, os.environ, shutdown_s)
     launch = RemoteLaunch(parts, attempts, LaunchTimeouts(START_S, shutdown_s), time.monotonic(), options.elastic)
-    with SshStarter(launch, commands, [host.name for host in hosts], options.signals_to_handle) as starter:
-        return starter.run()
+    with SshLauncher(launch, commands, [host.name for host in hosts], options.signals_to_handle) as launcher:
+        return launcher.run()
 
 
 def _attempt(host: Host, remote_python: str | None) -> LaunchAttempt:
@@ -148,7 +148,7 @@ def parts_of(
             workers=host.slots,
             run_id=run_id,
             shutdown_s=shutdown_s,
-            towards=next((other.name for other in hosts if other != host), ""),
+            toward=next((other.name for other in hosts if other != host), ""),
             passes_local_rank=getattr(options, "passes_local_rank", False),
         )
         for number, host in enumerate(hosts)
@@ -178,7 +178,7 @@ def forwarded_variables(environment: Mapping[str, str], exported: Mapping[str, s
     return found
 
 
-class SshStarter:
+class SshLauncher:
     """Runs a job's launchers as child processes, which are stopped when the `with` block is left."""
 
     def __init__(
@@ -197,7 +197,7 @@ class SshStarter:
         self._selector.register(self._signals.fileno(), selectors.EVENT_READ)
         self._launchers: dict[int, LauncherProcess] = {}
 
-    def __enter__(self) -> SshStarter:
+    def __enter__(self) -> SshLauncher:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -224,7 +224,7 @@ class SshStarter:
 
     def _start(self, machine: int) -> None:
         name = self._names[machine]
-        prefixes = (prefix(name, machine, wants_colours(1)), prefix(name, machine, wants_colours(2)))
+        prefixes = (prefix(name, machine, wants_colors(1)), prefix(name, machine, wants_colors(2)))
         try:
             launcher = LauncherProcess(
                 self._commands[machine], prefixes, (self._console.writer(1), self._console.writer(2))
@@ -254,7 +254,7 @@ class SshStarter:
     def _on_signals(self) -> None:
         numbers, _ = self._signals.read()
         for number in numbers:
-            self._launch.signalled(number.name, time.monotonic())
+            self._launch.signaled(number.name, time.monotonic())
 
     def _collect_ended(self) -> None:
         for machine, launcher in list(self._launchers.items()):

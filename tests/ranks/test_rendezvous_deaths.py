@@ -133,7 +133,7 @@ def _serve_or_stay_away(place: str, directory: str) -> Told:
     return _serve_and_die(place, directory)
 
 
-def _die_between_meeting_and_forming(kind: str, place: str) -> Told:
+def _die_between_rendezvous_and_forming(kind: str, place: str) -> Told:
     if os.environ["RANK"] == str(_VICTIM):
         init.Formation = _die
     started = time.monotonic()
@@ -149,7 +149,7 @@ def _die(*_: object) -> None:
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_a_death_before_the_group_forms_is_told(ranks: type[Ranks], tmp_path: Path, kind: str) -> None:
     place = str(tmp_path / "store") if kind == "file" else f"127.0.0.1:{reserved_port()}"
-    with ranks(3).start(_die_between_meeting_and_forming, kind, place) as world:
+    with ranks(3).start(_die_between_rendezvous_and_forming, kind, place) as world:
         told = world.join(60, expect_dead={_VICTIM})
     for rank in (0, 1):
         _, message, took_s = told[rank]
@@ -174,7 +174,7 @@ def _meet_twice_and_stay(place: str, directory: str) -> str:
     return verdict
 
 
-def test_a_new_meeting_at_the_address_is_not_spoilt(ranks: type[Ranks], tmp_path: Path) -> None:
+def test_a_new_rendezvous_at_the_address_is_not_spoiled(ranks: type[Ranks], tmp_path: Path) -> None:
     place = f"127.0.0.1:{reserved_port()}"
     assert ranks(3)(_meet_twice_and_stay, place, str(tmp_path)) == ["complete"] * 3
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from local_simulation import Simulation, drawn
 from sampling import examples
 
-from paceline.train.diloco.exchange_timetable import (
+from paceline.train.diloco.exchange_scheduler import (
     FINISHED,
     ArrivalTracker,
     BeginExchange,
     ExchangeInterval,
-    ExchangeTimetable,
+    ExchangeScheduler,
     Participants,
     UseResult,
     participants_after_waiting,
@@ -21,18 +21,18 @@ from paceline.train.diloco.exchange_timetable import (
 
 
 def actions(rhythm: ExchangeInterval, steps: int) -> dict[int, list[object]]:
-    course, done = ExchangeTimetable(rhythm), dict[int, list[object]]()
+    scheduler, done = ExchangeScheduler(rhythm), dict[int, list[object]]()
     for step in range(1, steps + 1):
-        course.step()
-        for action in all_due(course):
+        scheduler.step()
+        for action in all_due(scheduler):
             done.setdefault(step, []).append(action)
     return done
 
 
-def all_due(course: ExchangeTimetable) -> list[BeginExchange | UseResult]:
+def all_due(scheduler: ExchangeScheduler) -> list[BeginExchange | UseResult]:
     done: list[BeginExchange | UseResult] = []
-    while (action := course.due()) is not None:
-        course.complete(action)
+    while (action := scheduler.due()) is not None:
+        scheduler.complete(action)
         done.append(action)
     return done
 
@@ -75,22 +75,22 @@ def test_every_fragment_is_exchanged_once_a_round(every, data):
 
 
 def test_a_late_rank_takes_the_steps_of_the_others():
-    course = ExchangeTimetable(ExchangeInterval(every=10, fragments=2, delay=1))
-    course.step()
-    course.catch_up(3)  # exchange 2, after 15 steps, was held without this rank
-    assert course.steps == 15
-    assert all_due(course) == [BeginExchange(0), UseResult(0), BeginExchange(1), UseResult(1), BeginExchange(2)]
-    course.step()
-    assert course.due() == UseResult(2)
+    scheduler = ExchangeScheduler(ExchangeInterval(every=10, fragments=2, delay=1))
+    scheduler.step()
+    scheduler.catch_up(3)  # exchange 2, after 15 steps, was held without this rank
+    assert scheduler.steps == 15
+    assert all_due(scheduler) == [BeginExchange(0), UseResult(0), BeginExchange(1), UseResult(1), BeginExchange(2)]
+    scheduler.step()
+    assert scheduler.due() == UseResult(2)
 
 
 def test_a_rank_that_is_not_late_keeps_its_steps():
-    course = ExchangeTimetable(ExchangeInterval(every=2, delay=1))
+    scheduler = ExchangeScheduler(ExchangeInterval(every=2, delay=1))
     for _ in range(2):
-        course.step()
-    assert all_due(course) == [BeginExchange(0)]
-    course.catch_up(1)
-    assert course.steps == 2
+        scheduler.step()
+    assert all_due(scheduler) == [BeginExchange(0)]
+    scheduler.catch_up(1)
+    assert scheduler.steps == 2
 
 
 def test_late_ranks_are_waited_for_only_so_long():
@@ -175,4 +175,4 @@ def test_a_slow_rank_does_not_slow_the_others():
     assert max(max(each.waited_s.values(), default=0) for each in simulation.ranks[:2]) < 1
     slow = simulation.ranks[2]
     assert sum(verdict.takes_part[2] for verdict in simulation.held) >= 2, "its progress counts now and then"
-    assert slow.course.steps >= 60, "it goes on with the others' number of steps"
+    assert slow.scheduler.steps >= 60, "it goes on with the others' number of steps"

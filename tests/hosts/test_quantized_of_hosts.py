@@ -200,13 +200,13 @@ PROGRAMS = [
     round_by_the_group_only_long_sums,
     train_as_without_rounding,
 ]
-QUANTISED = OneWorld(*PROGRAMS)
+QUANTIZED = OneWorld(*PROGRAMS)
 
 
 @pytest.mark.parametrize("program", list(map(name_of, PROGRAMS)))
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2), (2, 1, 1)], ids=str)
 def test_between_hosts(hosts, program, layout):
-    QUANTISED.require(layout, program)
+    QUANTIZED.require(layout, program)
 
 
 def differ_in_what_is_on_the_wire() -> list[tuple[str, str, float]]:

@@ -48,7 +48,7 @@ def _claim(url: str, ranks: list[int], world_sizes: list[int], timeout_s: float)
 
 @pytest.fixture(params=["tcp", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"tcp://127.0.0.1:{reserved_port()}" if request.param == "tcp" else f"file://{tmp_path}/meeting"
+    return f"tcp://127.0.0.1:{reserved_port()}" if request.param == "tcp" else f"file://{tmp_path}/rendezvous"
 
 
 def _three_times(url: str) -> list[tuple[str, float]]:
