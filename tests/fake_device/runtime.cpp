@@ -74,8 +74,7 @@ int device_count() {
 }
 
 void set_device_count(int count) {
-    TORCH_CHECK(count >= 0 && count <= kMaxDevices, "the fake device has 0 to ", kMaxDevices, " devices, not ",
-                count);
+    TORCH_CHECK(count >= 0 && count <= kMaxDevices, "the fake device has 0 to ", kMaxDevices, " devices, not ", count);
     devices = count;
 }
 

@@ -30,7 +30,7 @@ class _WorkerMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     """A message from or to a worker."""
 
 
-class WorkerReady(_WorkerMessage, frozen=True, tag="Ready"):
+class WorkerReady(_WorkerMessage, frozen=True):
     """The worker has built its model and requests to join. It has no state that others may copy.
 
     Attributes:
@@ -59,14 +59,14 @@ class CaughtUp(_WorkerMessage, frozen=True):
     round: int
 
 
-class ViewInstalled(_WorkerMessage, frozen=True, tag="Installed"):
+class ViewInstalled(_WorkerMessage, frozen=True):
     """The worker has entered view `generation` and holds the state before round `round`."""
 
     generation: int
     round: int
 
 
-class ViewFailed(_WorkerMessage, frozen=True, tag="Broken"):
+class ViewFailed(_WorkerMessage, frozen=True):
     """The connections of view `generation` have failed, and the worker is waiting for the next view."""
 
     generation: int
@@ -74,7 +74,7 @@ class ViewFailed(_WorkerMessage, frozen=True, tag="Broken"):
     reason: str
 
 
-class LeaveNotice(_WorkerMessage, frozen=True, tag="Leaving"):
+class LeaveNotice(_WorkerMessage, frozen=True):
     """The worker was asked to exit and leaves after the current batch."""
 
     reason: str
@@ -136,7 +136,7 @@ class WaitNotice(_WorkerMessage, frozen=True):
     reason: str
 
 
-class ExitRequest(_WorkerMessage, frozen=True, tag="Dismissed"):
+class ExitRequest(_WorkerMessage, frozen=True):
     """The worker must exit with `code`, for a reason that is shown to the user."""
 
     reason: str

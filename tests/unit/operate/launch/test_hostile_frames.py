@@ -61,15 +61,16 @@ DEADLINE_S = 60.0
 JSON_BODIES = {
     "nested lists": b"[" * DEEP + b"]" * DEEP,
     "nested objects": b'{"kind":' * DEEP + b"1" + b"}" * DEEP,
-    "nested in a field that is not known": b'{"type":"Ready","kind":"Leave","fingerprint":"","x":' + b"[" * DEEP,
+    "nested in a field that is not known": b'{"type":"WorkerReady","kind":"NodeStopped","fingerprint":"","x":'
+    + b"[" * DEEP,
     "a number of 5,000 digits": b'{"type":"CaughtUp","kind":"Slots","count":' + b"9" * 5000 + b"}",
     "infinity": b'{"type":"CaughtUp","kind":"Slots","count":1e999,"round":1e999}',
     "no number": b'{"type":"CaughtUp","kind":"Slots","count":NaN,"round":NaN}',
     "another type": b'{"type":[],"kind":[],"ranks":{}}',
     "no object": b"7",
-    "half a text": b'{"kind":"Leave","reason":"\xff"}',
-    "half a character": b'{"kind":"Leave","reason":"\\ud8',
-    "cut": b'{"kind":"Leave"',
+    "half a text": b'{"kind":"NodeStopped","reason":"\xff"}',
+    "half a character": b'{"kind":"NodeStopped","reason":"\\ud8',
+    "cut": b'{"kind":"NodeStopped"',
     "nothing": b"",
     "zeros": bytes(1000),
 }

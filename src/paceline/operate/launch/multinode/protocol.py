@@ -81,7 +81,7 @@ class _ForeignJoin(msgspec.Struct, frozen=True):
     version: str = ""
 
 
-class WorkerFailed(_NodeMessage, frozen=True, tag="Failed"):
+class WorkerFailed(_NodeMessage, frozen=True):
     """Report: a worker on the node has failed, the first in this generation. The node is stopping its other workers."""
 
     generation: Int64
@@ -94,7 +94,7 @@ class WorkersFinished(_NodeMessage, frozen=True):
     generation: Int64
 
 
-class WorkersStopped(_NodeMessage, frozen=True, tag="Stopped"):
+class WorkersStopped(_NodeMessage, frozen=True):
     """Report: all workers on the node have exited. The ports are for the next generation, as in `JoinJob`."""
 
     generation: Int64
@@ -103,13 +103,13 @@ class WorkersStopped(_NodeMessage, frozen=True, tag="Stopped"):
     store_port: Int64 = 0
 
 
-class NodeStopped(_NodeMessage, frozen=True, tag="Leave"):
+class NodeStopped(_NodeMessage, frozen=True):
     """Report: the node was stopped by its user or scheduler, and its workers have exited."""
 
     reason: str
 
 
-class ExitNotice(_NodeMessage, frozen=True, tag="Departing"):
+class ExitNotice(_NodeMessage, frozen=True):
     """Elastic report: the node's launcher exits soon.
 
     Once its workers have exited, it leaves or hands over the coordination.
@@ -163,7 +163,7 @@ class Follow(_NodeMessage, frozen=True):
     failures: tuple[WorkerFailure, ...] = ()
 
 
-class JobRunning(_NodeMessage, frozen=True, tag="Running"):
+class JobRunning(_NodeMessage, frozen=True):
     """Elastic report: a notice to the launcher at the rendezvous address that a job is already running.
 
     A launcher that is part of that job responds with a FollowResponse. Any other launcher does not respond.
@@ -301,7 +301,7 @@ class StartSlots(_NodeMessage, frozen=True):
     store: str = ""
 
 
-class RecordFailures(_NodeMessage, frozen=True, tag="Remember"):
+class RecordFailures(_NodeMessage, frozen=True):
     """Elastic order: store the failures for the final report and for the next coordinator."""
 
     failures: tuple[WorkerFailure, ...]
@@ -314,7 +314,7 @@ class FollowLauncher(_NodeMessage, frozen=True):
     address: str
 
 
-class FollowResponse(_NodeMessage, frozen=True, tag="Answered"):
+class FollowResponse(_NodeMessage, frozen=True):
     """Elastic order: the response to a launcher that requests to follow this one.
 
     Attributes:
@@ -332,14 +332,14 @@ class FollowResponse(_NodeMessage, frozen=True, tag="Answered"):
     is_stranger: bool = False
 
 
-class JobMoved(_NodeMessage, frozen=True, tag="Moved"):
+class JobMoved(_NodeMessage, frozen=True):
     """Elastic order: this job is abandoned for one that is already running; join that job at `address`."""
 
     job: str
     address: str
 
 
-class NodeDropped(_NodeMessage, frozen=True, tag="Dropped"):
+class NodeDropped(_NodeMessage, frozen=True):
     """Order: the server drops the node or stops serving, and closes the connection. The server's launcher continues."""
 
 

@@ -137,7 +137,7 @@ class Bytes(msgspec.Struct, frozen=True, tag=True):
     nbytes: Count
 
 
-class RequestCompleted(msgspec.Struct, frozen=True, tag="Done"):
+class RequestCompleted(msgspec.Struct, frozen=True, tag=True):
     """Confirms that a request was carried out."""
 
 

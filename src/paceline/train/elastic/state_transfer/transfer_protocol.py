@@ -204,7 +204,7 @@ class ViewEntered(_FrameHead, frozen=True):
     members: tuple[str, ...]
 
 
-class LogEndReached(_FrameHead, frozen=True, tag="NothingYet"):
+class LogEndReached(_FrameHead, frozen=True):
     """The receiver has caught up, and will get the requested item as soon as it is logged."""
 
 

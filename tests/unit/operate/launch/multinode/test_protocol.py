@@ -143,8 +143,8 @@ def test_a_message_with_an_unknown_field_is_refused(message):
         b'{"kind": "WorkersFinished", "generation": "1"}',
         b'{"kind": "WorkersFinished", "generation": true}',
         b'{"kind": "WorkersFinished", "generation": 1, "more": 2}',
-        b'{"kind": "Failed", "generation": 1, "failure": {"rank": 1}}',
-        b'{"kind": "Leave", "reason": ["x"]}',
+        b'{"kind": "WorkerFailed", "generation": 1, "failure": {"rank": 1}}',
+        b'{"kind": "NodeStopped", "reason": ["x"]}',
         b"\xff\xfe",
     ],
 )
@@ -160,6 +160,16 @@ def test_a_length_beyond_the_limit_is_refused_at_once():
 
 @given(st.dictionaries(st.text(max_size=8), st.integers() | st.text() | st.none() | st.lists(st.integers())))
 def test_any_json_is_a_message_or_refused(content):
-    for kind in ("Join", "Stopped", "Start", "End", "Failed", "Follow", "SendOrder", "ReplicateOrder", "WorkerMessage"):
+    for kind in (
+        "Join",
+        "WorkersStopped",
+        "Start",
+        "End",
+        "WorkerFailed",
+        "Follow",
+        "SendOrder",
+        "ReplicateOrder",
+        "WorkerMessage",
+    ):
         with pytest.raises(MessageError):
             decode(json.dumps({**content, "kind": kind, "version": paceline.__version__, "unknown": 0}).encode())
