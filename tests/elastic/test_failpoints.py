@@ -12,7 +12,7 @@ from elastic_job import Outcome
 from paceline.train.elastic.failpoints import POINTS
 
 WORKERS = ("0.0.0", "0.1.0", "0.2.0")
-EPOCHS = 3
+EPOCHS = 2
 # A point is reached for the first time, and again after that.
 KILLS = [(worker, count) for worker in WORKERS for count in (1, 2)]
 # Who is late, and who is killed: in the suite, each is late once, and each is killed once.
