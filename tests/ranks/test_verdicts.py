@@ -42,8 +42,6 @@ def evaluate():
 
 dist.init_process_group("paceline")
 fault, rank = sys.argv[1], dist.get_rank()
-if fault == "raise":  # on a busy machine, the launcher would end the rank before it has run its exit handlers
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 a, b = torch.ones(4096), torch.ones(128)
 if "deadlock" in fault:
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]

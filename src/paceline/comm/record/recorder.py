@@ -20,6 +20,7 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -156,6 +157,8 @@ _TIME_NAMESPACE_FILE = "/proc/self/ns/time"
 _FORMATION_ENGINE = "formation"  # not the group's engine, so that readers do not find a second group
 _CODES = {outcome: code for code, outcome in OUTCOMES.items()}
 
+_LAST = -1  # the priority of finalizers that run after child processes have exited
+
 _has_tried = False
 _rank: int | None = None
 
@@ -168,11 +171,21 @@ def begin() -> None:
         return
     _core.set_user_file_namer(user_file_name)
     identity = (os.environ.get(_WORKER_VARIABLE, ""), socket.gethostname(), _boot_id(), _time_namespace())
+    _finish_at_the_end_of_a_child()
     with contextlib.suppress(OSError), handed_memory() as fd:  # training continues if the recording cannot start
         if fd is not None and _core.begin_recording(fd, *identity):
             return
     with contextlib.suppress(OSError), own_memory() as fd:
         _core.begin_recording(fd, *identity)
+
+
+def _finish_at_the_end_of_a_child() -> None:
+    """Finishes the recording of a process started by multiprocessing, which runs its finalizers but no exit handlers.
+
+    Python 3.13 runs exit handlers there, but removes those that were registered before the fork.
+    """
+    if (util := sys.modules.get("multiprocessing.util")) is not None:
+        util.Finalize(None, _core.finish_recording, exitpriority=_LAST)
 
 
 def begin_once() -> None:

@@ -29,6 +29,23 @@ with paceline.span("parent"):
     assert [event.name for event in recording.events] == ["parent"]
 
 
+def test_the_end_of_a_child_of_multiprocessing_is_recorded(tmp_path):
+    code = """
+import multiprocessing, paceline
+
+def child():
+    with paceline.span("child"): pass
+
+paceline.span  # imports the recorder before the fork
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join()
+"""
+    recording = recorded(code, tmp_path)
+    assert [event.name for event in recording.events] == ["child"]
+    assert recording.is_ended
+
+
 def test_nothing_is_recorded_if_the_user_says_so(tmp_path):
     done = run(f"{CALLS}\nprint(_core.is_recording())", tmp_path, PACELINE_RECORD="off")
     assert done.stdout == "False\n" and not list(tmp_path.iterdir())
