@@ -46,8 +46,8 @@ class KnownCosts:
     """Link costs measured by earlier engines; see `native/cost_measurement.py`.
 
     Attributes:
-        models: the cost models, by the hosts on which they were measured.
-        pairs: the costs of a message between two hosts, by the two host names in alphabetical order.
+        models: the cost models, keyed by the hosts on which they were measured.
+        pairs: the costs of a message between two hosts, keyed by the two host names in alphabetical order.
     """
 
     models: dict[tuple[str, ...], CostModel] = field(default_factory=dict)
@@ -62,11 +62,11 @@ class EngineContext:
         store: the store that the ranks share; it must outlive the engine.
         rank, world_size: this rank and the number of ranks.
         timeout_s: the time to wait for the other ranks, in seconds.
-        formation: the formation of the default group; later groups create their own.
+        formation: the formation of the default group; later groups create their own formations.
         members: the ranks, or () if the engine discovers them itself, like the native engine.
         peer: the host of the rendezvous, if it is known.
         interface: the interface or address to which other hosts connect; see `network_settings.own_address`.
-        algorithm: the algorithm to force for every collective that implements it; these collectives then run as
+        algorithm: the algorithm to force for every collective that it implements; these collectives then run as
             schedules.
         costs: the link costs measured by earlier engines, or None.
     """
@@ -262,7 +262,7 @@ def staged_types(backend: BackendChoice) -> dict[str, str]:
 
 
 def missing_piece(name: str) -> str | None:
-    """Returns the first prerequisite of engine `name` that is missing on this machine and the fix, or None."""
+    """Returns the first missing prerequisite of engine `name` on this machine and the fix, or None if there is none."""
     return f"this version has no engine {name!r}" if _entry(name) is None else _module(name).missing_piece(name)
 
 

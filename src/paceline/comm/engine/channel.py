@@ -141,7 +141,7 @@ class CallOutcome(Protocol):
 
     @property
     def cause_left(self) -> bool:
-        """Whether `cause` left cleanly, rather than dying."""
+        """Whether `cause` left cleanly; otherwise it died or delayed a call."""
 
     @property
     def cause_hung(self) -> bool:
@@ -181,7 +181,7 @@ class CallOutcome(Protocol):
 
     @property
     def algorithms(self) -> Sequence[int]:
-        """The algorithm for each of `calls`: 1 plus the index in the registry, or 0 without an algorithm."""
+        """The algorithm for each of `calls`: 1 plus the index in the registry, or 0 if the call has no algorithm."""
 
 
 class PendingCall(Protocol):
@@ -241,8 +241,8 @@ class CollectiveCall(NamedTuple):  # native/bindings/calls.cpp reads the fields 
     `quantizes` is true, a sum or an all_gather, and a dtype in `QUANTIZED_TYPES`. `residual` is the memory for error
     feedback, one float32 per element of the longest buffer, or () without error feedback.
 
-    A reduce_scatter in a group of the core on one host may contain an `update`, which is applied to the results; the
-    call then needs no output.
+    A reduce_scatter in one of the core's groups on a single host may contain an `update`, which is applied to the
+    results; the call then needs no output.
     """
 
     operation: Operation

@@ -71,7 +71,7 @@ class ProcessIdentity:
     """Unique identity of a process. (A pid alone is valid only within a namespace, and the kernel reuses pids.)
 
     Args:
-        namespace: a text that identifies the boot of the host, the PID namespace and the time namespace.
+        namespace: a string that identifies the boot of the host, the PID namespace and the time namespace.
         pid: the process id in that namespace.
         started: the start time of the process, in clock ticks of that namespace.
     """
@@ -142,7 +142,7 @@ def timed_out(
 
 
 def _incomplete(outcome: CallOutcome, members: Sequence[object], me: object, outside: Sequence[object]) -> str:
-    """Returns a clause that lists the ranks that delay a call although all ranks have begun it."""
+    """Returns a clause about the ranks that delay a call although all ranks have begun it."""
     others = [members[rank] for rank in outcome.missing if members[rank] is not me]
     mine = ", which was waiting for this rank's part" if len(others) < len(outcome.missing) else ""
     theirs = f"; {name_ranks(others)} reached the call but did not complete it" if others else ""
@@ -171,7 +171,7 @@ def _absence(outcome: CallOutcome, members: Sequence[object], group_rank: int, t
 
 
 def _held_up_by(to_blame: Sequence[object], me: object) -> str:
-    """Returns a clause that lists the ranks that delay, directly or indirectly, the call of a waiting rank."""
+    """Returns a clause about the ranks that directly or indirectly delay the call of a waiting rank."""
     if not to_blame:
         return " for ranks that are waiting too"
     others = [member for member in to_blame if member != me]
@@ -286,7 +286,7 @@ def to_error(
 
     Args:
         outcome: the outcome of the call.
-        members: the group's members, by group rank.
+        members: the group's members, in the order of their group ranks.
         group_rank: the group rank of this process.
         call: a description of this rank's call.
         lost: the consequence of the failure, as a sentence without a period.

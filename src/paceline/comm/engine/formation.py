@@ -4,8 +4,8 @@ A rank that gives up publishes its reason before it leaves. If a rank dies, the 
 publishes the rank's last will (`Store.set_last_will`); open connections may also reveal the death to other ranks.
 
 When the default group forms, every rank publishes its host, its process and its version of Paceline. The version must
-be the same on all ranks. It is read first, because "version" is the only field whose meaning is the same in all
-versions.
+be the same on all ranks. The version is read first, because "version" is the only field whose meaning is the same in
+all versions.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Formation:
             raise self._without(lost)
 
     def await_news(self) -> None:
-        """Polls with `look` for as long as the report of a lost rank may take.
+        """Polls with `look` for as long as the report of a lost rank may take to arrive.
 
         Raises:
             RendezvousError: a rank gave up or died.

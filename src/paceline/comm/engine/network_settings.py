@@ -1,4 +1,4 @@
-"""Network settings from PACELINE_* variables: address, congestion control, link costs, streams, algorithm, network.
+"""Network settings from PACELINE_* variables: address, congestion control, link costs, streams, algorithm and network.
 
 This module does not import torch, because the launcher uses it to check the variables.
 

@@ -120,7 +120,7 @@ class TwoLevelChannel(SerialChannel):
     """Reduces and broadcasts through the leaders.
 
     Args:
-        diagnosis: determines why a call failed.
+        diagnosis: the object that determines why a call failed.
         whole: the channel of all ranks, which runs all other operations.
         hosts: the group ranks of each host.
         rank: the group rank of this process.

@@ -220,7 +220,7 @@ def open_group(name: str, engine: str, identity: int, rank: int, ranks: Sequence
         engine: the name of the engine that runs its calls.
         identity: a number that is the same on all members.
         rank: this process's rank in the group.
-        ranks: the members' ranks in the default group, by group rank.
+        ranks: the members' ranks in the default group, in the order of their group ranks.
     """
     return _core.record_group(name or "default", engine, identity, rank, ranks)
 

@@ -2,8 +2,8 @@
 
 An engine runs the calls of a group on its own `AcceleratorStream`. `follow` makes this stream wait for the program's
 stream, `record` records an `AcceleratorEvent` after the work enqueued so far, and `AcceleratorEvent.order` makes the
-program's stream wait for that event. None of these blocks the thread. On the CPU all of them do nothing, because work
-is complete as soon as the thread has done it.
+program's stream wait for that event. None of these methods blocks the thread. On the CPU they do nothing, because all
+work is complete as soon as the thread has performed it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AcceleratorEvent:
 
     Args:
         device: the stream's device, with its index.
-        event: the device module's event, which has been recorded, or None on the CPU.
+        event: the recorded event of the device's module, or None on the CPU.
     """
 
     def __init__(self, device: torch.device, event: Any) -> None:
@@ -61,8 +61,8 @@ class AcceleratorStream:
     """An engine's own stream, which runs concurrently with the program's streams.
 
     Args:
-        device: the device; without an index, the calling thread's current device of this type.
-        high_priority: whether the device runs this stream's work first; useful for calls on which other ranks wait.
+        device: the device. If it has no index, the calling thread's current device of this type is used.
+        high_priority: whether the device runs this stream's work first; useful if other ranks wait for the calls.
     """
 
     def __init__(self, device: torch.device, high_priority: bool = True) -> None:
@@ -103,7 +103,7 @@ class AcceleratorStream:
 
 
 class _CurrentStream:
-    """A context manager that makes a stream current. Every call uses it, so it is cheaper than PyTorch's own."""
+    """A context manager that makes a stream current. Every call uses it, so it avoids the cost of PyTorch's own."""
 
     def __init__(self, device: torch.device, stream: Any, before: Any = None) -> None:
         self._device = device
@@ -138,7 +138,7 @@ def poll_until(done: Callable[[], bool], timeout_ns: int) -> bool:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Returns `device` with an index, which defaults to that of the calling thread's current device."""
+    """Returns `device` with an index; the default is the index of the calling thread's current device."""
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, _module(device).current_device())
@@ -222,7 +222,7 @@ def current_accelerator() -> torch.device | None:
 
 
 def accelerator_in_use() -> torch.device | None:
-    """Returns the type of the accelerator that this process has used, or None; does not initialize it."""
+    """Returns the type of the accelerator that this process has used, or None; does not initialize the device."""
     accelerator = current_accelerator()
     if accelerator is None:
         return None
@@ -236,8 +236,8 @@ def record_current(device: torch.device, timing: bool = False, current: Any = No
 
     Args:
         device: the stream's device.
-        timing: whether the event has a device time.
-        current: the result of `current_stream(device)`, if the caller has it.
+        timing: whether the event measures the device's time.
+        current: the result of `current_stream(device)`, if the caller has already obtained it.
     """
     if device.type == "cpu":
         return AcceleratorEvent(device, None)
@@ -288,7 +288,8 @@ def _exchange_capture_mode() -> Callable[[Any], int] | None:
 
 
 def memory_at(address: int, nbytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Returns memory of `nbytes` bytes on any device as a flat tensor, without a copy; the caller keeps it alive."""
+    """Returns `nbytes` bytes of memory on any device as a flat tensor, not a copy; the caller keeps the memory
+    alive."""
     flat = torch.empty(0, dtype=dtype, device=device)
     if nbytes:
         storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)

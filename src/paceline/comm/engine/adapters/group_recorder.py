@@ -1,13 +1,14 @@
 """`GroupRecorder`, which records a rank's calls and messages in a group whose engine is not part of the core.
 
-A library does not report the data that it sends. The bytes recorded for a call are therefore the rank's contribution,
-counted as traffic within the host if the whole group is on one host, and as traffic between hosts if it is not. Nor
-does a library report which rank arrived last.
+A library reports neither the data that it sends nor the rank that arrived last. The bytes recorded for a call are
+therefore the rank's contribution. They are counted as traffic within the host if the whole group is on one host, and as
+traffic between hosts otherwise.
 
-An operation on a device is recorded with times measured by the device, converted to the clock of the recording (see
-`RecordedWork.follow`). Two events on the device's streams enclose it. No thread blocks on these events: one thread in
-the process (`DeviceWatch`) polls them at intervals and converts the times of completed events. A `DeviceClock` for each
-device relates the device's time to the host's, using events on an otherwise idle stream, which complete immediately.
+An operation on a device is recorded with times that the device measures and that are converted to the clock of the
+recording (see `RecordedWork.follow`). Two events on the device's streams enclose the operation. No thread blocks on
+these events: one thread in the process (`DeviceWatch`) polls them at intervals and converts the times of completed
+events. A `DeviceClock` for each device relates the device's time to the host's, using events on an otherwise idle
+stream, which complete immediately.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class DeviceClock:
         return _core.record_tick_at(monotonic_ns + round(after_s * 1e9))
 
     def _read(self) -> tuple[AcceleratorEvent, int]:
-        """Returns an event and its completion time, from the attempt with the tightest bounds."""
+        """Records events and returns the one whose completion time has the tightest bounds, with this time."""
         best: tuple[int, AcceleratorEvent, int] | None = None
         for _ in range(_ATTEMPTS):
             before_ns = time.monotonic_ns()
@@ -91,7 +92,7 @@ class DeviceWatch:
 
         Args:
             poll: the function, which must not block.
-            device: the device of the events; it is made the current device for each call.
+            device: the device of the events, which is the current device during each call of `poll`.
         """
         with self._lock:
             self._polls[poll] = device
@@ -149,8 +150,8 @@ class RecordedWork:
     Args:
         call: the entry in the recording.
         nbytes: the number of bytes contributed by this rank.
-        is_within: whether those bytes stay within the host.
-        source: for a receive, the sender's group rank or -1 for any sender; -1 if the work is not a receive.
+        is_within: whether the contributed bytes stay within the host.
+        source: the sender's group rank; -1 for a receive from any sender, and for all work other than receives.
         receives: whether the work is a receive.
     """
 
@@ -240,10 +241,10 @@ class RecordedWork:
 
 
 class GroupRecorder:
-    """Records calls and messages under the serial number `group`; records nothing while it is 0.
+    """Records calls and messages under the serial number `group`; records nothing while `group` is 0.
 
     Args:
-        members: the group's members, by group rank.
+        members: the group's members, in the order of their group ranks.
         rank: the group rank of this process.
     """
 

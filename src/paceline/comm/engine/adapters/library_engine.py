@@ -1,7 +1,7 @@
 """`LibraryEngine`, the base class for engines that wrap a library; it opens groups and reports this rank's exit.
 
-A library does not report the processes of the ranks, whether they are running, or why a call failed. The ranks
-therefore publish their process ids, their exits and, after a failure, their latest calls in the store, where
+A library does not report which processes the ranks are, whether these processes are running, or why a call failed. The
+ranks therefore publish their process ids, their exits and, after a failure, their latest calls in the store, where
 `FailureDiagnosis` compares them.
 """
 
@@ -92,7 +92,7 @@ def await_members(
     Args:
         context: the engine's context.
         name: the name of the group in the store.
-        members: the group's members, by group rank.
+        members: the group's members, in the order of their group ranks.
         group_rank: the group rank of this process.
         timeout_s: the time to wait, in seconds.
 
@@ -135,10 +135,10 @@ _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class _WaitChain:
-    """The ranks for which other ranks wait, in whichever group, as published by the ranks whose calls have timed out.
+    """The ranks for which other ranks wait in any group, as published by the ranks whose calls have timed out.
 
-    A rank publishes for whom it waits only while it looks for the reason why its call timed out. Ranks that wait for
-    each other are found if their calls time out at about the same time.
+    A rank publishes the ranks for which it waits only while it diagnoses its own timeout. Ranks that wait for each
+    other are therefore detected only if their calls time out at about the same time.
 
     Args:
         store: the store that the ranks share.
@@ -156,10 +156,10 @@ class _WaitChain:
 
     @contextlib.contextmanager
     def published(self, awaited: Mapping[int, str]) -> Iterator[None]:
-        """Publishes during the block for which ranks this rank waits, if any.
+        """Publishes the ranks for which this rank waits, if any, for the duration of the block.
 
         Args:
-            awaited: for each of these ranks, the key that it sets once it arrives, or "".
+            awaited: a mapping from each of these ranks to the key that the rank sets when it arrives, or to "".
         """
         if not awaited:
             yield
@@ -178,7 +178,7 @@ class _WaitChain:
         """Follows the waits of `ranks` from rank to rank.
 
         Returns:
-            Of the ranks that are reached, including `ranks`, those that wait for others, and those that do not.
+            Two sets of the ranks reached (including `ranks`): those that wait for other ranks, and those that do not.
 
         Raises:
             StoreError: the store does not answer.
@@ -206,7 +206,7 @@ class FailureDiagnosis:
     Args:
         store: the store that the ranks share.
         identity: the group's number, which is the same on all its members.
-        members: the group's members, by group rank.
+        members: the group's members, in the order of their group ranks.
         group_rank: the group rank of this process.
     """
 
@@ -264,7 +264,7 @@ class FailureDiagnosis:
         return {self.members[rank].rank: entry for rank, entry in entries.items()}
 
     def _timed_out(self, missing: Sequence[int], waited_ns: int, waits: _WaitChain, patience_s: float) -> CallFailure:
-        """Returns the failure for a timeout, which identifies the missing ranks that wait in other calls."""
+        """Returns the failure for a timeout; it identifies the missing ranks that wait in other calls."""
         absent = [self.members[rank].rank for rank in missing]
         until_s = time.monotonic() + patience_s
         waiting, others = set[int](), set[int]()
@@ -289,7 +289,7 @@ class FailureDiagnosis:
     def _lost(self, silent: Sequence[int], left: Sequence[int], said: str, is_store_there: bool) -> CallFailure | None:
         """Returns the failure if any rank is lost, otherwise None.
 
-        If any rank died, the failure contains only the dead ranks, since all others left because of them.
+        If any rank died, the failure contains only the dead ranks, because all other lost ranks left as a consequence.
         """
         store = self._store if is_store_there else None
         fates = {rank: exit_of(store, self.members[rank]) for rank in silent}
@@ -349,11 +349,11 @@ class GatheredMembers:
     """The members of a group that is being opened.
 
     Args:
-        members: the members, by group rank.
+        members: the members, in the order of their group ranks.
         group_rank: the group rank of this process.
         hosts: the group ranks of each host.
-        algorithm: the algorithm to force for every collective that offers it; None leaves the choice to the engine.
-        diagnosis: determines why a call failed.
+        algorithm: the algorithm to force for every collective that it implements; None leaves the choice to the engine.
+        diagnosis: the object that determines why a call failed.
     """
 
     members: tuple[RankIdentity, ...]

@@ -1,7 +1,7 @@
 """Executor of schedules over plain sends and receives, for operations that an engine's library lacks.
 
-Steps start in order, which is stricter than a schedule requires (`comm/schedule/steps.py`), and each step waits only
-for earlier steps on the same blocks. Every block is sent as one message, so both ends divide the data in the same way,
+Steps start in order, although a schedule does not require this (`comm/schedule/steps.py`). Each step waits only for
+earlier steps on the same blocks. Every block is sent as one message, so both ends divide the data in the same way,
 regardless of their memory layout. `FlatBuffer` presents a tensor in several pieces as one contiguous buffer.
 """
 
@@ -138,7 +138,7 @@ class PythonExecutor:
         self._schedule = functools.lru_cache(256)(self._build)
 
     def run(self, call: CollectiveCall, deadline_ns: int) -> None:
-        """Runs any call except a barrier to completion.
+        """Runs a call to completion; the call may be of any operation except a barrier.
 
         Raises:
             CallTimeout, LibraryError: as for `SerialChannel.perform`.

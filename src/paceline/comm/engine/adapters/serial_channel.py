@@ -1,8 +1,8 @@
 """`SerialChannel`, the base class for channels of engines that only implement the execution of a single call.
 
 The channel runs a group's calls one at a time: synchronous calls on the caller's thread, and all other calls on its own
-thread. `WaitedMessage` supports libraries that report the completion of a message only to a waiting thread; it uses a
-thread per background message.
+thread. `WaitedMessage` supports libraries that report the completion of a message only to a waiting thread; it uses one
+thread for each background message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MESSAGE_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
 
 
 class WaitedMessage:
-    """A `channel.PendingMessage`.
+    """A message that completes only while a thread waits for it; implements `channel.PendingMessage`.
 
     Args:
         finish: a function that waits for the message and returns the sender's group rank and the outcome.

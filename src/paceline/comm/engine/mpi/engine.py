@@ -51,7 +51,7 @@ class MpiMessages:
     Args:
         comm: a communicator for messages only.
         lock: the lock to hold during every MPI call.
-        diagnosis: determines why a message failed.
+        diagnosis: the object that determines why a message failed.
     """
 
     def __init__(self, comm: Any, lock: threading.Lock, diagnosis: FailureDiagnosis) -> None:
@@ -170,7 +170,7 @@ class MpiChannel(SerialChannel):
     Args:
         comm: the group's communicator.
         lock: the lock to hold during every MPI call.
-        diagnosis: determines why a call failed.
+        diagnosis: the object that determines why a call failed.
         hosts: the group ranks of each host.
         algorithm: the algorithm to force for all collectives, which then run as schedules; None uses MPI's own
             collectives where possible.
@@ -235,7 +235,7 @@ class MpiChannel(SerialChannel):
             _CALLS[operation](self, call, deadline_ns)
 
     def _is_too_long(self, call: CollectiveCall) -> bool:
-        """Returns True if a call is too long for one MPI call and cannot be divided."""
+        """Returns True if the data of a call is too long for one MPI call and cannot be divided."""
         if call.operation in _DIVISIBLE:
             return False
         return sum(sum(pieces[1::2]) for pieces in (*call.inputs, *call.outputs)) > MOST_BYTES
@@ -489,7 +489,8 @@ def start(name: str, context: EngineContext) -> MpiEngine:
 class MpiEngine(LibraryEngine):
     """Opens groups with MPI. Each group uses one communicator for collectives and one for messages.
 
-    Communicators are never freed, because freeing one is collective and makes all ranks wait for each other.
+    Communicators are never freed, because freeing a communicator is a collective call in which all ranks wait for each
+    other.
     """
 
     name = "mpi"

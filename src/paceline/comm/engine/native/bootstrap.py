@@ -1,4 +1,4 @@
-"""Bootstrap of the native engine: address exchange through the store, topology, connections among a host's ranks.
+"""Bootstrap of the native engine: address exchange through the store, topology, and connections within a host.
 
 A host's first rank creates the host directory, the shared memory in which ranks find each other
 (native/shm/host_directory.hpp). The descriptor of this memory is passed down a tree of connections. Both ends of a
@@ -44,8 +44,7 @@ def dial(
     deadline: float,
     secret: bytes | None = None,
 ) -> Connection:
-    """Connects and proves this rank's identity; retries while the other end drops connections without reading from
-    them.
+    """Connects and proves this rank's identity; retries while the other end drops connections unread.
 
     The pause before each new attempt is twice as long as the previous one, but at most half of the remaining time.
 
@@ -293,7 +292,7 @@ def join(
 
     Args:
         formation: the default group's formation.
-        settings: values, by name, that must be the same on all ranks.
+        settings: the settings that must be the same on all ranks, as a mapping from names to values.
         timeout_s: the time to wait for the other ranks, in seconds.
 
     Raises:

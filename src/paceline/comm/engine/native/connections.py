@@ -1,9 +1,9 @@
 """TCP connections between ranks of a group on different hosts.
 
-A rank listens on one address, only while a group forms, and connects from the same address. Between two ranks, the
-higher one connects to the lower one: once for control and messages, and once per data stream. In a job with a single
-port, a machine may be unable to accept connections; the rank that cannot connect to it then writes a request to the
-store for a connection in the opposite direction.
+A rank listens on one address, and only while a group forms; it also connects from this address. Of two ranks, the one
+with the higher number connects to the other: once for control and messages, and once per data stream. In a job with a
+single port, a machine may be unable to accept connections. A rank that cannot connect to such a machine requests,
+through the store, a connection in the opposite direction.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ReverseConnectRequests:
         self._store, self._number, self._rank = store, number, rank
 
     def request(self, peer: int, why: str) -> None:
-        """Requests that a peer connect to this rank; `why` is the reason why this rank cannot connect."""
+        """Requests that a peer connect to this rank; `why` is the reason why this rank cannot connect to the peer."""
         self._store.set(f"{self._key(peer)}/{self._rank}", why)
         self._store.set(self._key(peer), b"")
 
@@ -64,8 +64,9 @@ class ReverseConnectRequests:
 
 _CHANNEL = "links"
 _LOOK_S = 0.5
-# The time for a machine with a single port to accept a connection: enough for two attempts by the kernel before a
-# connection in the opposite direction is requested, and for four attempts if this direction is the last resort.
+# Timeouts for connecting to a machine with a single port. The first one allows the kernel two attempts before a
+# connection in the opposite direction is requested. The second one allows four attempts, and applies if this direction
+# is the last resort.
 _REACH_S, _LAST_REACH_S = 1.5, 10.0
 _MOST_NAMED = 4
 
@@ -82,7 +83,7 @@ def connect(
     timeout_s: float,
     closed: set[str],
 ) -> Connections:
-    """Connects this rank to the group's ranks on other hosts; returns the connections, by group rank.
+    """Connects this rank to the group's ranks on other hosts; returns a list of connections for each group rank.
 
     Args:
         formation: the group's formation.
@@ -216,7 +217,7 @@ class _Links:
         """Waits for connections from the peers that are to connect to this rank.
 
         Raises:
-            RendezvousError: a rank gave up or died, or neither a peer nor this rank can reach the other.
+            RendezvousError: a rank gave up or died, or a peer and this rank cannot reach each other.
             RendezvousTimeoutError: a peer did not connect.
         """
         rank = self.own_end.rank

@@ -112,8 +112,8 @@ def measure(probe: Probe) -> LinkCost:
     alpha_s = best_of(_NO_DATA, 10, _SHORT_S) / 2
     if is_far(alpha_s):
         return LinkCost(alpha_s, UNMEASURED.between_hosts.beta_s_per_byte)
-    # Large messages are offered before they are sent, so they take two round trips. On slow links, shorter messages are
-    # used.
+    # A rank sends a large message only after the other rank has accepted an offer, so the message takes two round
+    # trips. On slow links, shorter messages are used.
     nbytes, took_s = _LONG, best_of(_LONG, _TRIES, _LONG_S)
     if took_s < _LONG_S / 4:
         nbytes, took_s = _BULK, best_of(_BULK, _TRIES, _LONG_S)
@@ -121,7 +121,7 @@ def measure(probe: Probe) -> LinkCost:
 
 
 def answer(probe: Probe) -> None:
-    """Answers the messages that `measure` sends on the other rank."""
+    """Replies to the messages that the other rank sends in `measure`."""
     nbytes = torch.empty(1, dtype=torch.int64, device="cpu")
     while True:
         probe.receive(nbytes)
@@ -140,7 +140,7 @@ def are_few(topology: Topology) -> bool:
 def measure_pairs(
     formation: Formation, topology: Topology, links: Messages, deadline: float, wanted: bool | None = None
 ) -> dict[Pair, LinkCost]:
-    """Measures the links between all pairs of hosts; returns the costs on rank 0. The first rank of a host calls this.
+    """Measures the links between all pairs of hosts; returns the costs on rank 0. Each host's first rank calls this.
 
     Args:
         formation: the default group's formation.
@@ -249,7 +249,7 @@ def agree_on_costs(
     """Returns the same costs on all ranks: from PACELINE_COSTS on rank 0, from rank 0's `known`, or from a measurement.
 
     The network is also returned if its links are unequal according to PACELINE_NETWORK on rank 0 (see `read_network`)
-    or, without given or known costs, according to measurements between a few hosts.
+    or, if costs are neither set nor known, according to measurements between a few hosts.
 
     The costs are added to `known` on all ranks, so later groups on these hosts form faster.
 
@@ -305,7 +305,7 @@ def _measure_all(
 
 
 def _answer_all(formation: Formation, topology: Topology, links: Messages, deadline: float) -> None:
-    """Answers measurements by rank 0 and by the first ranks of all hosts."""
+    """Replies to the messages with which rank 0 and the first ranks of all hosts measure links."""
     if topology.rank in _partners(topology):
         answer(Probe(formation, topology, links, 0))
     if are_few(topology) and any(topology.rank == ranks[0] for ranks in topology.hosts):
@@ -313,7 +313,7 @@ def _answer_all(formation: Formation, topology: Topology, links: Messages, deadl
 
 
 def _partners(topology: Topology) -> list[int]:
-    """Returns the ranks that rank 0 measures with: another rank on its host, if any, and a rank on the next host."""
+    """Returns the ranks to which rank 0 measures links: another rank on its host, if any, and one on the next host."""
     return [*topology.hosts[0][1:2], topology.hosts[1][0]]
 
 

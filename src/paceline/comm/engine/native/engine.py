@@ -164,7 +164,7 @@ class ScheduledChannel(EngineChannel):
         return self._links.failure()
 
     def close(self) -> None:
-        """Logs mispredicted calls unless it has done so before. Does not close the links, which belong to the group."""
+        """Logs mispredicted calls if this has not been done. Does not close the links, which belong to the group."""
         self._log_miss()
 
     def _log_miss(self) -> None:
@@ -200,7 +200,7 @@ class ScheduledChannel(EngineChannel):
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of a group on this host, connected by a mesh, and memory that they share for longer than a call.
+    """The ranks of a group on this host, connected by a mesh, and the memory that they share beyond a single call.
 
     Attributes:
         mesh: the mesh that connects the ranks.
@@ -218,7 +218,7 @@ class HostRanks:
         return [rank for rank, place in enumerate(self.places) if place >= 0]
 
     def share(self, nbytes: int) -> tuple[_core.SharedMemory, int]:
-        """Creates zeroed memory for the ranks on this host; returns it and the number by which the ranks can find it.
+        """Creates zeroed memory for the ranks on this host; returns the memory and the number to find it by.
 
         Raises:
             OSError: no memory or descriptors are left.
@@ -234,7 +234,7 @@ class HostRanks:
         return _core.find_memory(self.mesh, self.places[owner], number, nbytes, timeout_s)
 
     def withdraw(self, number: int) -> None:
-        """Withdraws the number under which this rank's memory was found; called when all ranks have found it."""
+        """Withdraws the number by which ranks find this rank's memory; called when all ranks have found the memory."""
         _core.withdraw_memory(self.mesh, number)
 
 
@@ -251,8 +251,8 @@ class NativeGroup:
     """The connections of a group.
 
     Attributes:
-        channel: runs the group's collectives.
-        messages: passes messages between two of its ranks.
+        channel: the channel that runs the group's collectives.
+        messages: the interface for messages between two of the group's ranks.
         host_ranks: the group's ranks on this host; set to None by `close` to release the memory of the connections.
     """
 
@@ -289,7 +289,7 @@ class NativeEngine:
         timeout_s: the time to wait for the other ranks, in seconds.
         peer: the host of the rendezvous, if it is known.
         interface: the interface or address to which other hosts connect; see `own_address`.
-        algorithm: the algorithm to force for every collective that implements it, even among ranks on one host.
+        algorithm: the algorithm to force for every collective that it implements, even among ranks on one host.
         known_costs: the link costs measured by earlier engines, to which this engine adds its own.
 
     Raises:
@@ -369,8 +369,8 @@ class NativeEngine:
             address = own_address(self._peer, self._interface)
             connections = connect(formation, topology, ranks, identity, address, self._streams, timeout_s, self._closed)
         remaining_s = max(0.1, deadline - time.monotonic())
-        # Ranks on one host with different algorithms get different ids, so opening the group fails. Between hosts,
-        # calls detect the difference.
+        # If ranks on one host have different algorithms, they get different ids, so opening the group fails. Between
+        # hosts, calls detect the difference.
         local_id = identity ^ zlib.crc32(algorithm.encode()) if algorithm is not None else identity
         links = _core.ScheduleGroup.create(
             self._mesh, local_id | _LINKS, group_rank, mesh_ranks, connections, remaining_s, ranks

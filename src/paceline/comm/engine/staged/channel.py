@@ -111,7 +111,7 @@ class StagedWork:
 
 @dataclass
 class _Chunk:
-    """A chunk in progress. The thread may use the slot after the event `copied`, if there is one."""
+    """A chunk in progress. If there is an event `copied`, the thread may use the slot only after this event."""
 
     work: StagedWork
     number: int
@@ -127,7 +127,7 @@ class StagedChannel(EngineChannel):
         inner: the channel of the same ranks for CPU tensors. It must not be used elsewhere, and is not closed by this
             channel.
         device: the device of the tensors.
-        recorder: records the calls.
+        recorder: the recorder of the calls.
         rank: the group rank of this process.
         size: the number of ranks in the group.
 
@@ -176,7 +176,7 @@ class StagedChannel(EngineChannel):
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Aborts current and later calls; if the inner channel supports it, also those on the other ranks."""
+        """Aborts current and later calls, including those of the other ranks if the inner channel supports it."""
         self._break(CallFailure(OutcomeCode.ABORTED))
         self.inner.abort()
 
@@ -406,7 +406,8 @@ class StagedChannel(EngineChannel):
         self, work: StagedWork, layout: StagedLayout, outcome: CallOutcome
     ) -> list[list[int]] | CallOutcome:
         if outcome.code == OutcomeCode.MISMATCH and self.inner.failure() == OutcomeCode.OK:
-            # Another rank's call has a single chunk and does not begin with this exchange, but then repeats it, too.
+            # Another rank's call has a single chunk, so it did not begin with this exchange. That rank now performs the
+            # exchange, and this rank repeats it.
             return self._exchange(work, layout)
         return _copied(outcome, calls=(), algorithms=())
 
@@ -425,7 +426,7 @@ class StagedChannel(EngineChannel):
                 self._failure = failure
 
     def _give_up(self, error: Exception) -> None:
-        """Breaks the channel; if the inner channel supports it, the channel also breaks on the other ranks."""
+        """Breaks the channel, including on the other ranks if the inner channel supports it."""
         self._break(CallFailure(OutcomeCode.REFUSED, said=str(error)))
         self.inner.abort()
 
@@ -503,7 +504,7 @@ class StagedGroup:
     Args:
         inner: the group of the same ranks for CPU tensors; it is closed by this group.
         device: the device of the tensors.
-        members: the members, by group rank.
+        members: the members, in the order of their group ranks.
         group_rank: the group rank of this process.
     """
 
@@ -521,7 +522,7 @@ class StagedGroup:
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Aborts calls and messages; if the inner group supports it, also those on the other ranks."""
+        """Aborts calls and messages, including those of the other ranks if the inner group supports it."""
         self.channel.abort()
         self.inner.abort()
         self.messages.close(CallFailure(OutcomeCode.ABORTED))

@@ -201,7 +201,7 @@ def copy_to_device(parts: Sequence[torch.Tensor], host: torch.Tensor) -> None:
 
 
 def _side_by_side(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields pairs of bytes of `whole` and the part that corresponds to them."""
+    """Yields, for each part, the corresponding bytes of `whole` and the part itself."""
     at = 0
     for part in parts:
         yield whole[at : at + part.numel()], part

@@ -1,8 +1,8 @@
 """`StagedMessages`, which stages each message of accelerator tensors in a host buffer of the message's size.
 
 A receive begins at once; the copy to the device is enqueued when the program waits for the receive or polls it. A send
-begins when the copy to the host is complete: on the thread that is waiting for the send or, for background sends, on
-    the group's own thread. Sends begin in the order in which they were requested.
+begins when the copy to the host is complete, on the thread that is waiting for the send or, for background sends, on
+the group's own thread. Sends begin in the order in which they were requested.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class OutgoingDeviceMessage:
         self._failure: CallOutcome | None = None
 
     def begin(self) -> bool:
-        """Begins the message if it has been copied, or fails it if the copy is late; returns False in other cases."""
+        """Begins the message if it has been copied, or fails it if the copy is late; returns False otherwise."""
         if self._message is None and self._failure is None:
             if self._copied.done():
                 assert self._start is not None
@@ -194,7 +194,7 @@ class StagedMessages(Messages):
         inner: the messages of the same ranks for CPU tensors. It must not be used elsewhere, and is not closed by this
             object.
         device: the device of the tensors.
-        recorder: records the messages.
+        recorder: the recorder of the messages.
         rank: the group rank of this process.
     """
 

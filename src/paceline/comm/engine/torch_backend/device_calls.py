@@ -49,7 +49,8 @@ StartCall = Callable[[TorchGroup], StartedCall]
 """Starts a call of a process group on the current stream."""
 
 _CLOSED = CallFailure(OutcomeCode.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
-# How long to wait for a call after a rank has exited: if the rank had finished its part, the call still completes.
+# The time to wait for a call after a rank has exited, because the call still completes if that rank had finished its
+# part.
 _GRACE_S = 1.0
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 _POLLING_S = 0.01
@@ -102,8 +103,8 @@ class StreamSettings:
         construct: a function that constructs the process group.
         library: the library's name, for error messages.
         advice: a sentence, without a period, about how to investigate an error reported by the library.
-        identify: a function that returns a string that identifies a device across processes, or "" if processes may
-            share it.
+        identify: a function that returns a device's identifier, which is valid across processes, or "" if processes may
+            share the device.
         store: the store in which ranks report how they exited.
         is_closing: a function that returns True if the engine is being closed.
     """
@@ -278,7 +279,7 @@ class CallStream:
         return CallFailure(OutcomeCode.REFUSED, said=f"{_first_line(error)}. {self._settings.advice}")
 
     def look(self) -> bool:
-        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call it again."""
+        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call this again."""
         if self.failure is not None:
             return False
         try:
@@ -308,7 +309,7 @@ class CallStream:
         return bisect.bisect_left(range(len(flights)), True, key=lambda index: not _has_passed(flights[index]))
 
     def _difference(self, at_once: bool = False) -> CallFailure | None:
-        """Returns the failure if this rank's calls differ from the next rank's, which NCCL may not detect.
+        """Returns the failure if this rank's calls differ from the next rank's, since NCCL may not detect this.
 
         Every rank performs this comparison, which detects a difference even after the calls have completed.
         """
@@ -527,12 +528,13 @@ class CallWatch:
                     self._called.set()
 
 
-# A timeout of at least this length counts as none: the program's stream waits for the call, and its thread continues.
+# A timeout of at least this length is treated as no timeout: only the program's stream waits for the call, not its
+# thread.
 _NO_LIMIT_NS = 1 << 61
 
 
 class DeviceWork:
-    """A call that was enqueued on `calls`, or failed before that; see `channel.StreamCall`."""
+    """A call that was enqueued on `calls`, or that failed before it was enqueued; see `channel.StreamCall`."""
 
     def __init__(self, flight: CallInFlight, calls: CallStream) -> None:
         self._flight = flight

@@ -1,6 +1,6 @@
 """The engine for tensors on accelerators, with a separate group for each device.
 
-It uses `nccl` for CUDA and ROCm, and process groups from PyTorch or an extension for other accelerators.
+The engine uses `nccl` for CUDA and ROCm, and process groups from PyTorch or an extension for other accelerators.
 
 NCCL does not support tags, and runs the calls of a process group in order, so two ranks that both send first would
 deadlock. Therefore each direction between two ranks uses a separate call stream. The first message opens the stream on
@@ -209,7 +209,7 @@ class MessageLane:
         self._is_open = False
 
     def put(self, message: DeviceMessage, put: Callable[[AcceleratorEvent | None], DeviceWork]) -> None:
-        """Enqueues a message after the earlier ones by calling `put`, possibly with an event that it must follow.
+        """Enqueues a message after the earlier ones by calling `put`, with the event for which it must wait, if any.
 
         Raises:
             RuntimeError: the lane is not open, and the current stream is being captured into a graph.

@@ -98,7 +98,7 @@ class GlooChannel(SerialChannel):
     Args:
         group: torch's group.
         store: the group's store, kept alive because the group does not hold a reference to it.
-        diagnosis: determines why a call failed.
+        diagnosis: the object that determines why a call failed.
         rank: the group rank of this process.
         hosts: the group ranks of each host.
         algorithm: the algorithm to force for all collectives, which then run as schedules; None uses gloo's own

@@ -63,7 +63,7 @@ class RankProgress:
 
     @property
     def is_compared(self) -> bool:
-        """Whether `difference` has compared the latest call and need not be called again before the next one."""
+        """Whether `difference` has compared the latest call and need not be called again before a further call."""
         return self.is_published and self._comparisons == 0
 
     def publish(self, at_once: bool = False) -> None:
@@ -83,9 +83,9 @@ class RankProgress:
         return [index for index, (sequence, *_) in enumerate(self.latest()) if sequence < call[0]]
 
     def difference(self, at_once: bool = False) -> dict[int, HeaderFields]:
-        """Returns the first two calls with the same number that differ between this rank and the next one.
+        """Returns this rank's call and the next rank's call at the first number at which they differ.
 
-        The result maps the indices of the two ranks to these calls; it is empty if no published calls differ. Unless
+        The result maps the indices of the two ranks to their calls; it is empty if no published calls differ. Unless
         `at_once`, the store is polled as often as this rank publishes, and then a few times more until the other rank
         has published as many calls.
         """
@@ -137,7 +137,7 @@ class SharedGpuError(Exception):
 
 @dataclass(frozen=True)
 class DevicePeer:
-    """A rank's process, in a form that other processes on the same machine can identify, and its device."""
+    """A rank's device and process; other processes on the same machine can identify the process."""
 
     machine: str
     pid: int

@@ -165,7 +165,7 @@ def run_bounded(
         function: a function that may block forever.
         deadline: the time on the clock `time.monotonic` at which to give up. The thread then keeps running.
         name: a name for the thread.
-        stopped: a function that is called while waiting and returns True to give up.
+        stopped: a function that is polled during the wait; the wait ends when it returns True.
 
     Raises:
         Exception: `function` raised it.
