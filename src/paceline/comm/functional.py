@@ -4,7 +4,8 @@ In the backward pass every rank calls the adjoint collective. The gradient of a 
 sum of all ranks' losses with respect to this input. This has three consequences:
 
 - Every rank must run the backward pass through the call, even if it does not use the result, as is usual for ranks
-  other than the destination of `reduce` and `gather`. Such a rank can add `0 * result.sum()` to its loss.
+  other than the destination of `reduce` and `gather`. A rank that does not use the result can add `0 * result.sum()` to
+  its loss.
 - The input must require a gradient either on all ranks or on none. `broadcast` and `scatter` ensure this themselves:
   the source announces whether its input requires one.
 - The ranks must make the calls in the same order, as for all collectives. Their backward passes then run in the same
@@ -450,7 +451,7 @@ class AllToAllSingle(Function):
 
 
 def applied(function: type[Function], *arguments: object) -> torch.Tensor:
-    """Calls `function.apply` with a typed result, which PyTorch's type stubs lack."""
+    """Calls `function.apply` and types its result, because PyTorch's type stubs do not."""
     return cast(torch.Tensor, function.apply(*arguments))
 
 

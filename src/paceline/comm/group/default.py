@@ -1,9 +1,9 @@
 """The default process group, which calls without a `group` argument use, and queries about process groups and backends.
 
-Only this module sets the default group. A `World` contains it with its store, engines and subgroups. While the world
-created by `init_process_group` exists, Paceline is also torch.distributed's default backend for CPU tensors, because
-torch functions that implicitly create torch's default group (`fully_shard`, `init_device_mesh`) would silently choose
-gloo.
+Only this module sets the default group. A `World` contains the default group and its store, engines and subgroups.
+While the world created by `init_process_group` exists, Paceline is also torch.distributed's default backend for CPU
+tensors, because torch functions that implicitly create torch's default group (`fully_shard`, `init_device_mesh`) would
+silently choose gloo.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def set_default_world(world: OwnWorld) -> None:
 def become_observer(size: int, why: str) -> None:
     """Makes `get_rank` and `get_world_size` report this process as the last of `size` + 1 ranks, until a world is set.
 
-    The default group is closed, so collectives fail if this program has diverged from the other ranks; the error
-    contains the reason `why`.
+    The default group is closed, so a collective that this program calls after diverging from the other ranks fails with
+    an error that contains the reason `why`.
     """
     global _observed_size
     if _observed_size is None:

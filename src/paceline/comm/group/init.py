@@ -105,10 +105,10 @@ def init_process_group(
         pg_options: must be None; no engine has options.
         device_id: this rank's accelerator, as a device with an index or as the index. It becomes the current device and
             is used by `barrier`. The ranks' devices are connected at once rather than at the first tensor, so this
-            function already reports a wrong device. Either all ranks or none must pass it.
+            function already reports a wrong device. Either all ranks must pass it, or none.
         interface: the network interface through which other hosts reach this host, given by its name or by one of its
             addresses. The default is PACELINE_IFACE, or else the interface on the route to the host of the rendezvous.
-        algorithm: the algorithm for every collective that implements it: "ring", "halving_doubling", "tree", "star" or
+        algorithm: the algorithm for every collective that it implements: "ring", "halving_doubling", "tree", "star" or
             "hierarchical". The default is PACELINE_ALGORITHM, or else shared memory on one host and the fastest
             algorithm between hosts.
         between_hosts: the engine ("gloo" or "mpi") over which the first ranks of the hosts exchange results that
@@ -365,7 +365,7 @@ def form(joined: RendezvousResult, backend: BackendChoice, timeout_s: float, opt
 def perform_rendezvous(
     backend: BackendChoice, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
 ) -> RendezvousResult:
-    """Performs the rendezvous. Without an address, the engine's own launcher (mpirun) provides rank and store."""
+    """Performs the rendezvous. Without an address, the engine's launcher (mpirun) provides the rank and store."""
     has_address = init_method is not None or store is not None or "RANK" in os.environ
     by_launcher = None if has_address else launcher_rendezvous(backend, rank)
     try:

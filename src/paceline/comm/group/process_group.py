@@ -99,7 +99,8 @@ class ProcessGroup:
 
     Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is rank r's rank in the default group. Methods with
     the same names as those of torch.distributed's groups accept torch's option objects. Without `async_op` they return
-    a `Work`, as in torch: sends and receives return at once, all other methods when the call is complete.
+    a `Work`, as in torch: sends and receives return it at once, and all other methods return it when the call is
+    complete.
 
     Args:
         opened: the engine's group for CPU tensors.
@@ -502,7 +503,7 @@ class ProcessGroup:
         return [bytes(as_memory(buffer)) for (buffer,) in received]
 
     def explain(self, operation: str, nbytes: int) -> str:
-        """Returns a text that reports the algorithm that the group uses for a call of `nbytes` bytes, and the reason.
+        """Returns a report of the algorithm that the group uses for a call of `nbytes` bytes, with the reason.
 
         Raises:
             ValueError: there is no operation of that name.
@@ -562,7 +563,7 @@ class ProcessGroup:
         async_op: bool = True,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Receives a message with the given tag into `tensors`, from group rank `src`, or from any rank if it is -1.
+        """Receives a message with the given tag into `tensors`, from group rank `src`, or from any rank if `src` is -1.
 
         `source_rank()` of the returned work is the sender's group rank.
         """
@@ -1008,7 +1009,7 @@ def _addresses(
 ) -> list[int] | None:
     """Returns the addresses of the parts (`nbytes` bytes each), or None if a tensor is not plain or does not fit.
 
-    The dtype must not be complex: conjugate views are not detected.
+    The dtype must not be complex, because conjugate views are not detected.
     """
     if not isinstance(tensors, (list, tuple)) or len(tensors) != (1 if are_whole else parts):
         return None

@@ -268,7 +268,7 @@ class DeviceMesh:
         """Returns this rank's index along a dimension, which may be omitted for a one-dimensional mesh.
 
         Raises:
-            ValueError: there is no such dimension, or it is omitted although there are several.
+            ValueError: there is no such dimension, or none is given although the mesh has several.
         """
         return self.get_group(mesh_dim).rank()
 
@@ -276,7 +276,7 @@ class DeviceMesh:
         """Returns this rank's group along a dimension: the ranks with the same indices in all other dimensions.
 
         Raises:
-            ValueError: there is no such dimension, or it is omitted although there are several.
+            ValueError: there is no such dimension, or none is given although the mesh has several.
         """
         return self._array.groups[self._find(mesh_dim, "get_group")]
 
@@ -285,7 +285,7 @@ class DeviceMesh:
         return [self._array.groups[d] for d in self._dimensions]
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        """Returns the slice of the mesh along the named dimensions that contains this rank.
+        """Returns the slice of the mesh that extends along the named dimensions and contains this rank.
 
         Raises:
             ValueError: there is no such dimension, or the names are not in the mesh's order.

@@ -69,7 +69,7 @@ class GatheredRows:
 
     Attributes:
         mine: the bytes that this rank sends.
-        received: the bytes from all ranks; `received[r]` are those of rank r.
+        received: the bytes from all ranks; `received[r]` contains the bytes from rank r.
     """
 
     def __init__(self, group: ProcessGroup, mine: torch.Tensor, counts: Sequence[int]) -> None:

@@ -57,7 +57,7 @@ Holder = TypeVar("Holder", bound=Hashable)
 
 
 class NumberTable(Generic[Holder]):
-    """Table of the assigned numbers and their holders, which performs no I/O.
+    """Table of the assigned numbers and their holders. It performs no I/O.
 
     Free numbers are assigned in ascending order to delay the reuse of a number. A connection meant for a former
     holder is then rejected rather than passed to a different listener.
@@ -164,7 +164,8 @@ class PortMultiplexer:
         for key in self._selector.get_map().values():
             assert isinstance(key.fileobj, socket.socket)
             with contextlib.suppress(OSError):  # not connected
-                # A child that has just been forked may not have closed its copies yet, which would keep the port open.
+                # A child that has just been forked may not have closed its copies of the descriptors yet, and these
+                # copies would keep the port open.
                 key.fileobj.shutdown(socket.SHUT_RDWR)
         self.close_descriptors()
         self._rejected.close()

@@ -82,7 +82,7 @@ class TensorBoardLog:
 
     Args:
         writer: the writer, which the caller closes.
-        prefix: a text to put before each name.
+        prefix: a prefix for the name of each metric.
     """
 
     def __init__(self, writer: Any, prefix: str = "") -> None:
@@ -102,7 +102,7 @@ class WandbLog:
 
     Args:
         run: the run that `wandb.init` returned.
-        prefix: a text to put before each name.
+        prefix: a prefix for the name of each metric.
     """
 
     def __init__(self, run: Any, prefix: str = "") -> None:

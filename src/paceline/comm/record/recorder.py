@@ -232,8 +232,7 @@ def close_group(serial: int) -> None:
 
 @contextlib.contextmanager
 def recorded_formation(name: str, identity: int, rank: int, ranks: Sequence[int]) -> Iterator[None]:
-    """Records the formation of a group as the call `new_group`, so that a diagnosis finds the ranks that are waiting in
-    it.
+    """Records the formation of a group as a call `new_group`, so that a diagnosis finds the ranks that wait in it.
 
     Args:
         name, identity, rank, ranks: the group, as in `open_group`.

@@ -185,7 +185,7 @@ def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
 
 
 def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, str | None]:
-    """Returns the final verdict, and this rank's own verdict on the claims that existed when it arrived."""
+    """Returns the final verdict, and this rank's own verdict on the claims that existed when this rank arrived."""
     mine = verdict_on(decode_claims(store.get("claims")))
     if mine is not None:
         settle(store, mine)
@@ -252,7 +252,7 @@ _delayed_closes: list[_DelayedClose] = []
 
 
 def close_store_later(opened: Store, check_in: Store) -> None:
-    """Closes `opened` in the background once all ranks have read the verdict in `check_in`, but after at most 5 s."""
+    """Closes `opened` in the background once all ranks have read the verdict in `check_in`, or else after 5 s."""
     _DelayedClose(opened, check_in).start()
 
 

@@ -1,9 +1,9 @@
 """Detection, from the environment, of the scheduler that started this process and of the job's machines.
 
 A scheduler starts one launcher per machine or, like `mpirun -np 8`, one per rank. In the second case each launcher
-starts one worker, and its `slot` is its number among the launchers on its machine. If the scheduler starts the script
-itself, without a launcher, each process is a rank (`shared_store.py`). These variables, which are documented in the
-schedulers' manuals, are used:
+starts one worker, and the launcher's `slot` is its number among the launchers on the machine. If the scheduler starts
+the script itself, without a launcher, each process is a rank (`shared_store.py`). These variables, which are documented
+in the schedulers' manuals, are used:
 
     Slurm                 SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID, SLURM_NNODES, SLURM_LOCALID, SLURM_STEP_NODELIST
     Open MPI              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
@@ -83,7 +83,7 @@ def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket
 
 
 def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
-    """Detects Slurm only under srun: the batch script itself, which runs once, does not have SLURM_STEP_NODELIST.
+    """Detects Slurm only under srun. The batch script itself, which runs once, does not have SLURM_STEP_NODELIST.
 
     An mpirun in the batch script starts its helpers with srun, so the ranks inherit variables from srun that contradict
     those from mpirun. MPI_LOCALNRANKS indicates MPICH's mpirun.
@@ -109,7 +109,7 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
-    """Returns this node's number of tasks according to a text such as "4(x2),3" (see SLURM_STEP_TASKS_PER_NODE)."""
+    """Returns this node's number of tasks according to a string such as "4(x2),3" (see SLURM_STEP_TASKS_PER_NODE)."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

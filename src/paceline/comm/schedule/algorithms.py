@@ -205,7 +205,8 @@ def choose(
         AlgorithmPrediction(name, predict(model, name, operation, nbytes, world_size, hosts))
         for name in algorithms_offering(operation)
     ]
-    # Durations are rounded, so among algorithms that coincide in this case the first one in the registry is chosen.
+    # Durations are rounded, so that rounding errors do not decide between algorithms that coincide in this case. The
+    # first one in the registry is then chosen.
     candidates = tuple(sorted(times, key=lambda prediction: float(f"{prediction.seconds:.9g}")))
     return forced_or_best(operation, nbytes, world_size, len(hosts or [0]), candidates, forced)
 
@@ -219,7 +220,7 @@ def forced_or_best(
     forced: str | None,
     preferred: PreferredAlgorithm | None = None,
 ) -> AlgorithmChoice:
-    """Chooses the forced algorithm, else the preferred one, else the fastest.
+    """Chooses the forced algorithm, or else the preferred one, or else the fastest.
 
     Args:
         operation, nbytes, world_size, n_hosts: the call.

@@ -1,7 +1,7 @@
-"""Collectives on the circulant graph, with as few rounds as a tree and as few bytes as a ring, and on rails.
+"""Collectives on rails and on the circulant graph, which requires as few rounds as a tree and as few bytes as a ring.
 
-The number of members may be arbitrary. At the start of a reduce-scatter, a member holds contributions to the blocks of
-all n members. In each round it keeps the contributions to its own block and to the blocks of the next members up to a
+The number of members is arbitrary. At the start of a reduce-scatter, a member holds contributions to the blocks of all
+n members. In each round it keeps the contributions to its own block and to the blocks of the next members up to a
 certain distance. It divides the rest into parts, and sends each part to the member that owns the part's first block.
 With halves (`radix` 2) the remaining data halves in each round, as in Träff 2024, "Optimal, non-pipelined
 reduce-scatter and allreduce algorithms"; more parts save rounds, which helps on links with a high latency. No byte is
@@ -77,7 +77,7 @@ def _rounds_of_radix(n: int, radix: int) -> list[CirculantRound]:
 
 
 def send_order(n: int, me: int, radix: int) -> list[int]:
-    """Returns the blocks in an order in which those that member `me` sends in the first round come first."""
+    """Returns the blocks in an order that begins with the blocks that member `me` sends in the first round."""
     first = circulant_rounds(n, radix)[0].width if n > 1 else 0
     return [(me + first + distance) % n for distance in range(n)]
 
@@ -207,7 +207,7 @@ def _phase_s(case: Case, cut: RailParameters, gamma: float) -> float:
 
 
 def _between_s(case: Case, radix: int, segments: int, nbytes: float, sharing: int, gamma: float) -> float:
-    """Returns the duration, in seconds, of a phase in which `sharing` ranks of each host exchange `nbytes` each."""
+    """Returns the duration in seconds of a phase in which `sharing` ranks of each host exchange `nbytes` bytes each."""
     far, share = case.model.between_hosts, nbytes * (case.n_hosts - 1) / case.n_hosts
     waiting_s = phase_latency_s(case.n_hosts, radix, far, segments)
     return waiting_s + share * (sharing * far.beta_s_per_byte + gamma)

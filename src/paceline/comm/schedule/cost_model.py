@@ -3,7 +3,7 @@
 The terms follow Hockney 1994 for a message, Thakur, Rabenseifner, Gropp 2005 for trees and for halving and doubling,
 and Patarasuk and Yuan 2009 for rings. A rank sends one message and receives one message at a time. The formulas assume
 that ranks are numbered host by host, and that the ranks of a host share its network link. Each algorithm's file defines
-`COSTS` next to `OFFERS`; `algorithms.py` evaluates them.
+`COSTS` next to `OFFERS`; `algorithms.py` evaluates these costs.
 """
 
 from __future__ import annotations

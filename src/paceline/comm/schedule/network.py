@@ -1,12 +1,13 @@
 """Network model: hosts and their links, racks or regions that share an uplink, and the ranks on the hosts.
 
 Every link is full duplex. A message between hosts passes up the source's link and down the target's link, and through
-the uplinks of both groups if it leaves a group. Its latency is the larger latency of the two hosts' links plus, if it
-passes through uplinks, the largest latency of the uplinks. If `pairs` contains a link for the two hosts, the latency of
-this link applies instead, and the messages also share its bandwidth.
+the uplinks of both groups if it leaves a group. The latency of the message is the larger latency of the two hosts'
+links plus, if the message passes through uplinks, the largest latency of the uplinks. If `pairs` contains a link for
+the two hosts, the latency of this link applies instead, and messages between these hosts also share its bandwidth.
 
-Packet loss has two costs. Retransmissions reduce a rate r to r (1 - p), and TCP slows down to at most MSS / RTT *
-sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion avoidance algorithm").
+Packet loss has two costs. If a fraction p of the packets is lost, retransmissions reduce a rate r to r (1 - p), and TCP
+slows down to at most MSS / RTT * sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion
+avoidance algorithm").
 
 `describe_differences` derives a network from measurements between all pairs of hosts. The measurements follow the
 rounds of a tournament, with as many pairs as possible at the same time, because the bottleneck of a shared link, such
@@ -148,7 +149,7 @@ class Network:
 
     @cached_property
     def group_of(self) -> Mapping[int, int]:
-        """For each host in a group, the number of the group."""
+        """A mapping from each host in a group to the number of the group."""
         return {host: number for number, group in enumerate(self.groups) for host in group.hosts}
 
     @property

@@ -1,12 +1,12 @@
 """The ring, in which every rank sends to its right neighbor and receives from its left neighbor at the same time.
 
-Each byte crosses each link the minimum number of times, so rings are the best choice for long tensors; the number of
-messages grows with the world size. Reduce-scatter and all-gather are the bucket algorithms of Barnett et al. 1994
-("Interprocessor collective communication library"); all-reduce is a reduce-scatter followed by an all-gather (Patarasuk
-and Yuan 2009). In operations with a root, the ring is a chain along which long tensors are pipelined.
+Each byte crosses each link the minimum number of times, so rings are the best choice for long tensors. The number of
+messages, however, grows with the world size. Reduce-scatter and all-gather are the bucket algorithms of Barnett et al.
+1994 ("Interprocessor collective communication library"); all-reduce is a reduce-scatter followed by an all-gather
+(Patarasuk and Yuan 2009). In operations with a root, the ring is a chain along which long tensors are pipelined.
 
-These schedules are used between hosts, or if an algorithm is forced; the ranks of one host normally reduce directly in
-shared memory (native/host/reductions.cpp).
+These schedules are used between hosts, and within a host if an algorithm is forced. Otherwise the ranks of one host
+reduce directly in shared memory (native/host/reductions.cpp).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def all_to_all(topology: RankTopology) -> BlocksAndSteps:
 
 
 def barrier(topology: RankTopology) -> BlocksAndSteps:
-    """Rank 0 sends a token around twice: the first lap completes when all ranks have arrived; the second reports it."""
+    """Rank 0 sends a token around twice: the first lap collects the arrivals, and the second one reports them."""
     n = topology.world_size
     left, right = (topology.rank - 1) % n, (topology.rank + 1) % n
     if n == 1:
@@ -192,7 +192,8 @@ def _ring_turns(link: LinkCost, n: int, nbytes: float, gamma: float = 0) -> floa
 
 
 def _chain(case: Case, gamma: float = 0) -> float:
-    """Returns the duration of a chain in seconds: a piece crosses n - 1 links; the rest follows at the slowest rate."""
+    """Returns the duration of a chain in seconds: one piece crosses n - 1 links, and the rest follows at the lowest
+    rate."""
     piece = min(case.nbytes, PIPE_NBYTES)
     first = (case.n - case.n_hosts) * message_s(case.model.within_host, piece, gamma) + (case.n_hosts - 1) * message_s(
         case.model.between_hosts, piece, gamma

@@ -187,7 +187,7 @@ def _eighth_power(value: float) -> float:
 
 
 def _best_ring(loads: _Loads) -> list[Trees]:
-    """Adds the parts of the ring with the least load, over all orders of the hosts (or a subset, with many hosts)."""
+    """Adds the parts of the ring with the least load among all orders of the hosts (some orders if there are many)."""
     found: tuple[float, list[Trees]] | None = None
     for order in _orders(loads.n):
         loads.loads = [0.0] * len(loads.loads)
@@ -238,8 +238,8 @@ def _grow_best(loads: _Loads) -> Trees:
 def _grow(loads: _Loads, root: int, *, up: bool, back: Set[Hop] = frozenset()) -> list[Hop]:
     """Returns the hops of a tree, directed away from the root; if `up` is True, data is sent in the opposite direction.
 
-    Hops in `back`, which reverse the hops of another tree, are preferred to others that cost slightly less: a host then
-    receives in the same order and at the same rate as it has sent.
+    Hops in `back`, which reverse the hops of another tree, are preferred to others that cost slightly less, because a
+    host then receives in the same order and at the same rate as it has sent.
     """
 
     def price(hop: Hop) -> float:

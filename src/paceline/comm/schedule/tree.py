@@ -49,7 +49,8 @@ def subtree_of(member: int, n: int) -> range:
 def reduce_phase(
     group: Sequence[int], me: int, own: BufferSlice, into: BufferSlice, *, final: bool = True
 ) -> list[Step]:
-    """Sums all members' `own` into group[0]'s `into`; on other ranks it holds partial sums. group[me] is this rank."""
+    """Sums all members' `own` into group[0]'s `into`; on other ranks `into` holds partial sums. group[me] is this
+    rank."""
     steps: list[Step] = []
     children = children_of(me, len(group))
     for child in children:
@@ -124,7 +125,7 @@ def broadcast(topology: RankTopology) -> BlocksAndSteps:
 
 
 def gather(topology: RankTopology) -> BlocksAndSteps:
-    """Sends blocks up the tree; leaves send from INPUT, other ranks collect their subtree's blocks in SCRATCH."""
+    """Sends blocks up the tree; leaves send from INPUT, and other ranks collect their subtree's blocks in SCRATCH."""
     world = rotated(range(topology.world_size), topology.root)
     me = world.index(topology.rank)
     if me and not children_of(me, topology.world_size):
@@ -135,7 +136,7 @@ def gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Sends blocks down the tree; leaves receive into OUTPUT, other ranks keep their subtree's blocks in SCRATCH."""
+    """Sends blocks down the tree; leaves receive into OUTPUT, and others keep their subtree's blocks in SCRATCH."""
     world = rotated(range(topology.world_size), topology.root)
     me = world.index(topology.rank)
     if me and not children_of(me, topology.world_size):

@@ -1,14 +1,14 @@
 """Proof, by symbolic execution, that the schedules of a world implement their operation correctly.
 
 `verify` runs all schedules on symbolic values over unbuffered links, block by block, each block as soon as the rules in
-`steps.py` allow. A single run is sufficient: the waits of a step follow from the schedules, not from the order of
-events, so either every order completes or every order deadlocks.
+`steps.py` allow. A single run is sufficient, because the schedules alone, and not the order of events, determine what a
+step waits for. Therefore either every order of events completes or every order deadlocks.
 
 The value of a block is (identity, contributors): the number of the block, and a bit mask of the ranks whose
-contributions are included in its sum. The blocks of all ranks form one array of places. A barrier has no blocks. The
-separate proof for it shows that no rank leaves before all have arrived, and that none waits forever.
+contributions are included in its sum. The blocks of all ranks form one array of places. A barrier has no blocks, so a
+separate proof shows that no rank leaves before all ranks have arrived, and that no rank waits forever.
 
-Synthesized schedules are proved before they run, all other schedules only in tests.
+Synthesized schedules are proved before they run, and all other schedules only in tests.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class ListeningEndpoint(Protocol):
 
 
 class AuthenticatedListener:
-    """Accepts connections on one thread, and authenticates each of them on its own thread.
+    """Accepts connections on one thread, and authenticates each connection on a separate thread.
 
     At most `MAX_HANDSHAKES` handshakes may be in progress. Beyond this limit, the oldest connection from the user or
     host with the most handshakes is closed, so that silent peers cannot block others. Rejected connections are logged,
@@ -52,7 +52,7 @@ class AuthenticatedListener:
     Args:
         listener: the listening socket, which this object closes.
         key: the key that the peer must prove.
-        channel: the name of the channel that the peer must request, at most eight letters.
+        channel: the name of the channel that the peer must request, which has at most eight letters.
         admit: a function that is called with each admitted connection, on the connection's thread. It must close the
             connection.
         generation: the generation to which the peer must belong.
@@ -148,7 +148,7 @@ class AuthenticatedListener:
         connection.close()
 
     def _log(self, host: str, error: Exception, was_dropped: bool) -> None:
-        """Logs a rejected connection, unless the peer closed it: the death of a process is reported elsewhere."""
+        """Logs a rejected connection unless the peer closed it, since the death of a process is reported elsewhere."""
         if was_dropped:
             self._rejected.add(host, f"{host or 'it'} sent nothing while {MAX_HANDSHAKES} others connected")
         elif not isinstance(error, (PeerGoneError, ConnectionError)):

@@ -28,8 +28,7 @@ class SharedFileError(PermissionError):
 def open_own(path: str, access: int = os.O_RDWR) -> int:
     """Opens a private file of this user, or creates it with mode 600; returns a descriptor for the caller to close.
 
-    If the file is empty, belongs to this user, and is only readable for others (as after `touch`), its mode is set to
-    600.
+    If the file is empty, belongs to this user, and others may only read it (as after `touch`), its mode is set to 600.
 
     Args:
         path: the file's path. Its last part must not be a link.
@@ -141,7 +140,7 @@ def is_own(status: os.stat_result) -> bool:
 
 
 def _is_usual_there(path: str, status: os.stat_result) -> bool:
-    """Returns True if new files that this user creates in the file's directory get the same owner and mode."""
+    """Returns True if new files of this user in the file's directory get the same owner and mode as the file."""
     usual = _usual(path)
     return usual is not None and (usual.st_uid, usual.st_mode) == (status.st_uid, status.st_mode)
 

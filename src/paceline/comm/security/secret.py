@@ -3,9 +3,9 @@
 The secret consists of random bytes (32 by default, at least 16) that only the job's processes have. Workers inherit it
 as a sealed memory file, whose descriptor is in PACELINE_SECRET_FD. The variable may outlive the descriptor:
 `subprocess` closes the descriptor in a child but passes on the environment, and the same number may then refer to any
-other file. The variable therefore also contains the file's inode and the process that created it. A process that no
-longer has the descriptor opens the file through this creator's /proc/PID/fd, which the kernel permits only to processes
-of the same user.
+other file. The variable therefore also contains the file's inode and the id of the process that created the file. A
+process that no longer has the descriptor opens the file through /proc/PID/fd of the creating process, which the kernel
+permits only to processes of the same user.
 
 PACELINE_SECURITY contains the security level. These connections are encrypted:
 

@@ -214,9 +214,10 @@ Pending = TypeVar("Pending", bound=Hashable)
 
 
 class PendingConnections(Generic[Pending]):
-    """Bounded set of connections. Beyond the bound, a new one replaces the oldest from the origin with the most.
+    """Bounded set of connections. Beyond the bound, a new one replaces the oldest one of the origin with the most.
 
-    A peer that opens many connections therefore replaces its own connections and not those of peers with few.
+    A peer that opens many connections therefore replaces its own connections, and not those of peers with few
+    connections.
 
     Args:
         most: the maximum number of connections.

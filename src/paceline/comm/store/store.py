@@ -150,7 +150,7 @@ class Store(ABC):
     def set_last_will(self, key: str, value: bytes | str | None) -> None:
         """Makes the store set `key` to `value` when the connection of this process is lost or closed.
 
-        Each key has its own will. A later call for the same key replaces the value, and None withdraws it. A
+        Each key has its own will. A later call for the same key replaces the value, and None withdraws the will. A
         `HashStore` exists only as long as its process, and ignores wills.
         """
         self._ask(StoreOp.LAST_WILL, [key.encode(), _bytes("" if value is None else value)], int(value is None))

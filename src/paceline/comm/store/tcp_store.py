@@ -95,7 +95,7 @@ class TCPStore(RemoteStore):
         wait_for_workers: whether the serving rank waits until `world_size` clients have connected.
         multi_tenant: whether to reuse a server that this process already runs on `port`.
         master_listen_fd: the descriptor of a listening socket, which the server closes.
-        use_libuv: ignored; torch selects one of two server implementations with it, and Paceline has only one.
+        use_libuv: ignored, because Paceline has only one server implementation (torch has two).
 
     Raises:
         ValueError: the address is not loopback and the job has no secret.

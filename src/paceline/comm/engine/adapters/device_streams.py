@@ -288,8 +288,7 @@ def _exchange_capture_mode() -> Callable[[Any], int] | None:
 
 
 def memory_at(address: int, nbytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Returns `nbytes` bytes of memory on any device as a flat tensor, not a copy; the caller keeps the memory
-    alive."""
+    """Returns a flat tensor that shares `nbytes` bytes of memory on any device; the caller keeps the memory alive."""
     flat = torch.empty(0, dtype=dtype, device=device)
     if nbytes:
         storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)

@@ -2,9 +2,9 @@
 
 Every rank of a group makes the same calls in the same order. These rules apply to all calls:
 
-- A tensor may be on any device for which the group's backend has an engine: always on the CPU, and on CUDA devices with
-  "nccl". All tensors of one call must be on the same device and have the same dtype. A list of tensors may be passed
-  for any tensor and is treated as their concatenation.
+- A tensor may be on any device for which the group's backend has an engine. There is always an engine for the CPU, and
+  "nccl" is the engine for CUDA devices. All tensors of one call must be on the same device and have the same dtype. A
+  list of tensors may be passed in place of any tensor, and is treated as the concatenation of these tensors.
 - `src` and `dst` are ranks in the default group, and `group_src` and `group_dst` are ranks in `group`; pass either one.
 - `group` is a Paceline group, or None for the default group. On a rank that is not in `group` a call does nothing and
   returns None.
@@ -84,7 +84,7 @@ def barrier(
 
 
 def _devices_in_use(group: ProcessGroup, indices: Sequence[int] | None) -> list[torch.device]:
-    """Returns the group's accelerators with these indices (default: those of this rank); empty if none is in use."""
+    """Returns the group's accelerators with these indices (default: those of this rank), or [] if none is in use."""
     if group.device_types == {"cpu"}:
         return []
     accelerator = accelerator_in_use()
@@ -242,7 +242,7 @@ def all_reduce(
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor is
             coalesced afterward. For sparse tensors the call blocks until all ranks have made it, even with
-            `async_op=True`, because the ranks first exchange the number of values that each of them has.
+            `async_op=True`, because the ranks first exchange their numbers of values.
         op: the reduction: a `ReduceOp`, a `PremulSum`, or a reduction of torch. The default is SUM.
         group, async_op, timeout, wire: see the rules in the module's docstring.
     """

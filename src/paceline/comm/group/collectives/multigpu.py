@@ -1,11 +1,11 @@
 """Collectives for processes that use several devices each, as in older releases of torch.distributed.
 
-Each rank passes a list with one tensor for each of its devices, and each tensor is a member of the collective:
-`all_reduce_multigpu` reduces over all tensors of all ranks. The tensors of a rank must have the same dtype and number
-of elements. They may all be on the same device, such as the CPU.
+Each rank passes a list with one tensor for each of its devices, and each tensor is a member of the collective. For
+example, `all_reduce_multigpu` reduces over all tensors of all ranks. The tensors of a rank must have the same dtype and
+number of elements. They may all be on the same device, such as the CPU.
 
 A process reduces its own tensors along the same pairwise tree that the engine uses across ranks. If each process has
-2^k tensors, the combined tree is therefore the tree over the same number of ranks with one tensor each. The results are
+2^k tensors, the combined tree is therefore the same as if each tensor belonged to a rank of its own. The results are
 bitwise equal on every device and in every run.
 
 All raise the same errors as the functions in `collectives.py`, and:
@@ -111,7 +111,8 @@ def reduce_multigpu(
     dst_tensor: int = 0,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces all tensors of all ranks into the destination's `tensor_list[dst_tensor]`, and modifies no others."""
+    """Reduces all tensors of all ranks into the destination's `tensor_list[dst_tensor]`; the others are not
+    modified."""
     call = "reduce_multigpu"
     chosen = resolve(group, "reduce_multigpu")
     if chosen is None:
@@ -203,10 +204,10 @@ def _between_ranks(op: Reduction) -> ReduceOp:
 def _with_members(
     group: ProcessGroup, total: torch.Tensor, count: int, op: Reduction, async_op: bool, timeout: Timeout | None
 ) -> tuple[list[torch.Tensor], list[Work | None], Callable[[torch.Tensor], torch.Tensor]]:
-    """Returns the tensors to reduce, works in progress, and a function that computes the result from the reduced total.
+    """Returns the tensors to reduce, the `Work` in progress, and a function that computes the result from the total.
 
-    For an average, the number of members is required, and ranks may contribute different numbers. It is reduced
-    together with the total if the dtype can represent it, and in a separate call if not.
+    An average requires the number of members, of which each rank may contribute a different number. This number is
+    reduced together with the total if the dtype can represent it, and in a separate call otherwise.
     """
     if op is not ReduceOp.AVG:
         return [total], [], lambda reduced: reduced
@@ -219,7 +220,7 @@ def _with_members(
 
 
 def _on(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors, with uninitialized tensors on the device in place of those on other devices."""
+    """Returns the tensors, but replaces those on other devices with uninitialized tensors on this device."""
     return [t if t.device == device else torch.empty_like(t, device=device) for t in tensors]
 
 

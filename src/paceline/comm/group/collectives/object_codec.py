@@ -76,7 +76,7 @@ class PickleRefused(ValueError):
 
 
 class UnsendableError(Exception):
-    """A value cannot be sent; `path` is the path to it, with the innermost step first."""
+    """A value cannot be sent; `path` is the path to the value, with the innermost step first."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -317,7 +317,7 @@ def _has_containers(nodes: Collection[object]) -> bool:
 
 
 def _advice_for(value: object) -> str:
-    """Returns a text that describes `value` and suggests an alternative that can be sent."""
+    """Returns a message that describes `value` and suggests an alternative that can be sent."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return (
