@@ -6,8 +6,8 @@ sum of all ranks' losses with respect to this input. This has three consequences
 - Every rank must run the backward pass through the call, even if it does not use the result, as is usual for ranks
   other than the destination of `reduce` and `gather`. A rank that does not use the result can add `0 * result.sum()` to
   its loss.
-- The input must require a gradient either on all ranks or on none. `broadcast` and `scatter` ensure this themselves:
-  the source announces whether its input requires one.
+- The input must require a gradient either on all ranks or on none. `broadcast` and `scatter` ensure this themselves,
+  because the source announces whether its input requires a gradient.
 - The ranks must make the calls in the same order, as for all collectives. Their backward passes then run in the same
   order too.
 
@@ -181,8 +181,8 @@ def scatter(tensors: Sequence[torch.Tensor] | None, src: int = 0, group: Group =
     """Returns this rank's entry in the `tensors` of rank `src`.
 
     Args:
-        tensors: on rank `src`, a list of one tensor for each rank, all with the same shape and dtype. Other ranks pass
-            None; tensors that they pass are ignored, and their gradient is zero.
+        tensors: on rank `src`, a list of one tensor for each rank, all with the same shape and dtype. Other ranks
+            usually pass None. If they pass tensors, these are ignored, and the gradients of these tensors are zero.
 
     The backward pass gathers all ranks' gradients on rank `src`. The result requires a gradient on all ranks if one of
     rank `src`'s tensors does.
@@ -204,7 +204,7 @@ def scatter(tensors: Sequence[torch.Tensor] | None, src: int = 0, group: Group =
 
 @eager
 def all_gather(tensor: torch.Tensor, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """Returns all ranks' `tensor` in rank order on every rank; all have the same shape and dtype.
+    """Returns all ranks' `tensor` in rank order on every rank. All tensors must have the same shape and dtype.
 
     The gradient of a rank's tensor is the sum of the gradients of its copies on all ranks.
     """

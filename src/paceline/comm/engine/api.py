@@ -63,7 +63,7 @@ class EngineContext:
         rank, world_size: this rank and the number of ranks.
         timeout_s: the time to wait for the other ranks, in seconds.
         formation: the formation of the default group; later groups create their own formations.
-        members: the ranks, or () if the engine discovers them itself, like the native engine.
+        members: the ranks, or () if the engine discovers them itself, as the native engine does.
         peer: the host of the rendezvous, if it is known.
         interface: the interface or address to which other hosts connect; see `network_settings.own_address`.
         algorithm: the algorithm to force for every collective that it implements; these collectives then run as
@@ -218,7 +218,8 @@ def choose(backend: str | None) -> BackendChoice:
     `staged_types`.
 
     Raises:
-        ValueError: an engine does not exist or does not support its device, or two engines are named for one device.
+        ValueError: an engine does not exist or does not support the given device, or two engines are named for one
+            device.
     """
     chosen: dict[str, str] = {}
     if backend is None:

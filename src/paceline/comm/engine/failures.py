@@ -98,8 +98,7 @@ class ProcessIdentity:
             raise ProcessLookupError(f"process {pid} has ended") from None
 
     def has_ended(self) -> bool | None:
-        """Returns True if the process has exited, False if not, and None if it is in another namespace or on another
-        host."""
+        """Returns whether the process has exited, or None if the process is on another host or in another namespace."""
         # Under `unshare --pid` without a separate mount of /proc, /proc lists the processes of another namespace.
         if self.namespace != _namespace() or os.readlink("/proc/self") != str(os.getpid()):
             return None

@@ -41,7 +41,8 @@ def own_address(peer: str | None, interface: str | None = None) -> str:
             is the value of PACELINE_IFACE.
 
     Raises:
-        ValueError: `interface` is not an interface or an address of this machine, or it has no address.
+        ValueError: `interface` is neither an interface nor an address of this machine, or is an interface without an
+            address.
         OSError: there is no route to other machines.
     """
     interface = interface or os.environ.get(IFACE_VARIABLE)

@@ -1,7 +1,7 @@
 """The hierarchical algorithm with two engines, one within each host and one between the hosts' leaders.
 
-A host's leader is its first rank in the group. Messages and operations without a step between leaders (all-to-all and
-all kinds of gather and scatter) use the engine that connects all ranks.
+The leader of a host is the host's first rank in the group. Messages and operations without a step between leaders
+(all-to-all and all kinds of gather and scatter) use the engine that connects all ranks.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ def _one_by_one(tensors: Iterable[object]) -> None:
 
 
 def _increment_versions() -> Count:
-    """Returns PyTorch's own function, or a loop over it in releases whose function accepts only a single tensor."""
+    """Returns PyTorch's function or, for releases in which it accepts only one tensor, a function that calls it in a
+    loop."""
     try:
         _increment([torch.empty(0, device="cpu")])
     except TypeError:

@@ -3,7 +3,7 @@
 Only this module sets the default group. A `World` contains the default group and its store, engines and subgroups.
 While the world created by `init_process_group` exists, Paceline is also torch.distributed's default backend for CPU
 tensors, because torch functions that implicitly create torch's default group (`fully_shard`, `init_device_mesh`) would
-silently choose gloo.
+otherwise silently choose gloo.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Opener = Callable[[torch.device], OpenGroup]
 
 
 class Devices:
-    """The engine groups of one process group, one per device. An accelerator's group is opened by its first call.
+    """The engine groups of one process group, one per device. The first call on an accelerator opens its group.
 
     Args:
         on_cpu: the engine group for CPU tensors.

@@ -86,9 +86,9 @@ def init_process_group(
 ) -> None:
     """Creates the default process group. Every rank must call this once; it returns when all ranks have called it.
 
-    A program that does not call this function uses torch.distributed's default group, provided that its backend is
-    "paceline". While the group exists and PyTorch finds no GPU, torch.distributed uses Paceline for CPU tensors if no
-    backend is named, for instance in `fully_shard`.
+    A program that does not call this function uses torch.distributed's default group, provided that the backend of this
+    group is "paceline". While the group exists and PyTorch finds no GPU, torch.distributed uses Paceline for CPU
+    tensors if no backend is named, for instance in `fully_shard`.
 
     Args:
         backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each type

@@ -235,7 +235,7 @@ class ProcessGroup:
         Any thread may call this while other threads are waiting in calls on the group; it does not wait for other
         ranks. Use it from a thread that detects that the group cannot continue, for instance because a rank must be
         replaced. `close` must still be called afterward. With the engines "gloo", "mpi" and "nccl" only this rank's
-        calls are aborted; with "gloo" and "mpi" they continue until their timeout.
+        calls are aborted; with "gloo" and "mpi", calls in progress continue until their timeouts.
         """
         self._devices.abort()
 
@@ -861,7 +861,7 @@ class ProcessGroup:
         """Prepares the planned call for repetition; returns None if the engine cannot prepare calls.
 
         The prepared call uses the buffers at their current addresses and does not copy results back. If the group's
-        `wire` applies to it, the prepared call maintains its own error feedback.
+        `wire` applies to the call, the prepared call maintains its own error feedback.
         """
         if self._closed:
             raise self.closed_error()

@@ -34,7 +34,7 @@ def new_subgroups(
     pg_options: None = None,
     group_desc: str | None = None,
 ) -> Subgroups:
-    """Divides the ranks of `group` (default: all) into groups of `group_size`, in order; all its ranks must call this.
+    """Divides the ranks of `group` (default: all) in order into groups of `group_size`; all these ranks must call this.
 
     Args:
         group_size: the number of ranks in each group. The default is LOCAL_WORLD_SIZE or, if it is not set, the number
@@ -215,8 +215,8 @@ class _Array:
 class DeviceMesh:
     """An n-dimensional array of ranks, with process groups along each dimension (data, pipeline, tensor parallel).
 
-    `init_device_mesh` and slicing a mesh return it. It implements the group-related methods of torch's `DeviceMesh`
-    without torch.distributed. Torch's own mesh also works, with the backend that the plug-in registers.
+    `init_device_mesh` returns a mesh, as does slicing a mesh. The class implements the group-related methods of torch's
+    `DeviceMesh` without torch.distributed. Torch's own mesh also works, with the backend that the plug-in registers.
     """
 
     def __init__(self, array: _Array, dimensions: Sequence[int]) -> None:
@@ -351,11 +351,12 @@ def init_device_mesh(
     Args:
         device_type: `cpu` or `cuda`.
         mesh_shape: the number of ranks along each dimension; their product is the world size. Ranks that exchange the
-            most data belong in the last dimension, since ranks that are adjacent in it are usually on the same host.
+            most data should be adjacent in the last dimension, because such ranks are usually on the same host.
         mesh_dim_names: a name for each dimension.
 
     Returns:
-        The mesh. `mesh["tp"]` is its slice along a dimension, and `mesh.get_group("tp")` that slice's process group.
+        The mesh. `mesh["tp"]` is its slice along a dimension, and `mesh.get_group("tp")` is the process group of that
+        slice.
 
     Raises:
         ValueError: the product of the shape is not the world size, or the names do not fit the shape.

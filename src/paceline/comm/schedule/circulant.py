@@ -9,8 +9,9 @@ sent more often than in a ring. All members perform the same steps relative to t
 
 In an all-reduce on rails, the l-th ranks of all hosts form the l-th rail, which owns the l-th slice of the tensor.
 Rings within the hosts reduce the slice, the rail exchanges it between hosts on the circulant graph, and rings within
-the hosts distribute the slices. The tensor is divided into segments: while one segment is exchanged between hosts, the
-next one is reduced within them. The rings of a host move the blocks in the order in which the rails need them.
+the hosts distribute the slices. The tensor is divided into segments, so that one segment is exchanged between hosts
+while the next segment is reduced within the hosts. The rings of a host move the blocks in the order in which the rails
+need them.
 
 `hierarchical.py` uses the parameters `LONG`, with which a rank exchanges data with one other host at a time, in many
 segments. The algorithm `circulant` uses `SHORT`, for tensors whose transfer is dominated by latency: there are fewer
@@ -120,7 +121,8 @@ def _slices_around(blocks: Sequence[int], first: int, count: int) -> list[Buffer
 def phase_latency_s(n: int, radix: int, link: LinkCost, calls: int = 1) -> float:
     """Returns the total latency, in seconds, of `calls` sequential phases among n members.
 
-    The messages of a round are in flight at the same time, but each one occupies its rank for a part of its alpha.
+    The messages of a round are in flight at the same time, but each message occupies its rank for a part of the
+    message's alpha.
     """
     flight_s = link.alpha_s - link.busy_s
     return sum(flight_s + calls * len(turn.parts) * link.busy_s for turn in circulant_rounds(n, radix))

@@ -8,7 +8,7 @@ leaders run the trees on the whole tensor.
 
 The hosts' contributions to a part are sent up a tree to the root, and the sum is sent down another tree. Every hop
 occupies each link on its path for some time, and the duration of an all-reduce of a long tensor is determined by the
-most loaded link. A ring is also a packing: part i is passed around to host i, and then around again.
+most loaded link. A ring is also a packing, in which part i is passed around to host i, and then around again.
 
 The search for a packing begins with the best ring. Then each part in turn is removed and added again along the trees
 that increase the loads the least. A tree grows host by host, always by the cheapest hop; a link becomes more expensive
@@ -386,9 +386,9 @@ def can_synthesize(network: Network) -> bool:
 def synthesize(network: Network) -> list[Schedule]:
     """Returns verified all-reduce schedules for all ranks of a network.
 
-    They use the packing and the order of transfers that are the fastest in a simulation with a long tensor; packings
-    through gateways are preferred if they are only slightly slower. For the same network, the schedules are the same on
-    every machine.
+    The schedules use the packing and the order of transfers that are the fastest in a simulation with a long tensor;
+    packings through gateways are preferred if they are only slightly slower. For the same network, the schedules are
+    the same on every machine.
 
     Raises:
         ScheduleError: the schedules are wrong, which indicates a bug in Paceline.

@@ -53,7 +53,7 @@ class PeerHello:
         channel: the service's name.
         rank: the rank that connects.
         generation: the job's generation to which the rank belongs.
-        lane: the index of the connection among those between the two ranks.
+        lane: the index of the connection among the connections between the two ranks.
     """
 
     def __init__(self, channel: str, rank: int = 0, generation: int = 0, lane: int = 0) -> None:

@@ -37,7 +37,7 @@ def exchange_members(context: EngineContext) -> tuple[RankIdentity, ...]:
 
     Raises:
         RendezvousError: a rank gave up or died, or the ranks run different versions.
-        RendezvousTimeoutError: a rank did not publish its host and process in time; the message identifies it.
+        RendezvousTimeoutError: a rank did not publish its host and process in time; the message identifies the rank.
     """
     keys = {f"members/{rank}": rank for rank in range(context.world_size)}
     context.store.set(f"members/{context.rank}", describe_rank())
@@ -98,7 +98,7 @@ def await_members(
 
     Raises:
         RendezvousError: a member gave up, died or left.
-        RendezvousTimeoutError: a member did not open the group in time; the message identifies it.
+        RendezvousTimeoutError: a member did not open the group in time; the message identifies the member.
     """
     store, others = context.store, [member for rank, member in enumerate(members) if rank != group_rank]
     keys = {f"{name}/here/{rank}": member for rank, member in enumerate(members)}

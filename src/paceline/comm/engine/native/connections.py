@@ -31,7 +31,7 @@ from paceline.errors import RendezvousError, RendezvousTimeoutError, and_more
 
 
 class ReverseConnectRequests:
-    """Requests, exchanged through the store while a group forms, for connections in the opposite direction.
+    """Requests for connections in the opposite direction, exchanged through the store while a group forms.
 
     Args:
         store: the store of the group.

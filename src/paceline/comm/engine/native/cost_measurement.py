@@ -1,6 +1,6 @@
 """Link costs of the network, measured when a group of several hosts forms, or set by the user.
 
-Rank 0 measures round trips, within a time budget, to a rank on its own host and to a rank on another host. If there are
+Within a time budget, rank 0 measures round trips to a rank on its own host and to a rank on another host. If there are
 only a few hosts, the hosts' first ranks also measure the links between all pairs of hosts, to detect unequal links.
 These measurements follow the rounds of a tournament (`comm/schedule/network.py`), first in one direction of a pair and
 then in the other. Links that appear to be unequal are measured again, and the shortest time is used, because a busy
@@ -208,7 +208,7 @@ def _names(topology: Topology) -> list[str]:
 def _play_rounds(
     formation: Formation, topology: Topology, links: Messages, host: int
 ) -> dict[Pair, tuple[float, float]]:
-    """Performs all rounds of the tournament; returns the costs of the links between this host and the others."""
+    """Performs all rounds of the tournament; returns the costs of the links between this host and the other hosts."""
     mine = {}
     leaders = [ranks[0] for ranks in topology.hosts]
     for pairs in round_robin_rounds(len(leaders)):

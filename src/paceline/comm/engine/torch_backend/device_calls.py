@@ -170,7 +170,8 @@ class CallStream:
             header: the call as described in failure reports; its sequence number is set here.
             timeout_ns: the time after which the call is aborted, in nanoseconds.
             recorded: the call in the recording.
-            after: the position after which the call runs; by default, the work enqueued so far on the current stream.
+            after: the position after which the call runs. The default is the position after the work enqueued so far on
+                the current stream.
 
         Raises:
             RuntimeError: the current stream is being captured, and this is the first call of the group.
@@ -304,7 +305,8 @@ class CallStream:
         return False
 
     def _completed(self) -> int:
-        """Counts the completed calls in flight. Calls complete in order, so only a few of them are polled."""
+        """Returns the number of calls that have completed. Calls complete in order, so only a few of them are
+        polled."""
         flights = tuple(self._flights)
         return bisect.bisect_left(range(len(flights)), True, key=lambda index: not _has_passed(flights[index]))
 
@@ -421,7 +423,7 @@ class CallStream:
         self._leaving = True
 
     def drain(self) -> None:
-        """Waits until every call has completed or failed. (A call fails at its timeout or if a rank dies.)
+        """Waits until every call has completed or failed. (A call fails if it times out or a rank dies.)
 
         The watch must still be running. Failed calls cause a warning, because their results are undefined.
         """

@@ -4,9 +4,9 @@ The engine uses `nccl` for CUDA and ROCm, and process groups from PyTorch or an 
 
 NCCL does not support tags, and runs the calls of a process group in order, so two ranks that both send first would
 deadlock. Therefore each direction between two ranks uses a separate call stream. The first message opens the stream on
-a separate thread, because the other rank may be late; later messages are enqueued on it at once. Messages in one
-direction are received in the order in which they are sent, regardless of their tags. The two ranks compare the order of
-their tags through the store.
+a separate thread, because the other rank may be late; later messages are enqueued on the stream at once. Messages in
+one direction are received in the order in which they are sent, regardless of their tags. The two ranks compare the
+order of their tags through the store.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class DeviceMessage:
         return self._enqueued.is_set()
 
     def wait(self, timeout_ns: int) -> bool:
-        """Waits until the lane is open, which requires the other rank, and then waits like `DeviceWork.wait`."""
+        """Waits until the two ranks have opened the lane, and then waits like `DeviceWork.wait`."""
         started_ns = time.monotonic_ns()
         if not self._enqueued.wait(event_timeout_s(timeout_ns)):
             return False

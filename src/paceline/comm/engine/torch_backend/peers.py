@@ -77,7 +77,7 @@ class RankProgress:
                 self._store.set(str(self._index), json.dumps(calls))
 
     def missing(self, call: HeaderFields) -> list[int]:
-        """Returns the indices of ranks that have not made `call`, after giving late ranks one second to publish it."""
+        """Returns the indices of ranks that have not made `call`; waits one second for late ranks to publish it."""
         self.publish(at_once=True)
         time.sleep(2 * _PUBLISH_INTERVAL_S)
         return [index for index, (sequence, *_) in enumerate(self.latest()) if sequence < call[0]]

@@ -12,9 +12,9 @@ Every rank of a group makes the same calls in the same order. These rules apply 
   complete. With `async_op=False` (the default) it returns None when it is complete.
 - Tensors that a call writes to count as modified in place: a backward pass that needs their old values raises an error.
 - `timeout` is a timedelta or a number of seconds; None means the group's timeout.
-- `wire` is a format ("bf16", "int8" or "int4") to which floats are rounded when they are sent between hosts in a sum or
-  an all_gather, or a `Wire`, which also compensates for the rounding in later calls (docs/slow-networks.md). Data
-  within a host stays exact, and all ranks get the same bits.
+- `wire` is a format ("bf16", "int8" or "int4"), or a `Wire`, which also compensates for the rounding in later calls
+  (docs/slow-networks.md). Floats are rounded to this format when they are sent between hosts in a sum or an all_gather.
+  Data within a host stays exact, and all ranks get the same bits.
 - Under torch.compile, each call causes a graph break.
 
 All raise:
@@ -235,9 +235,9 @@ def all_reduce(
     """Reduces `tensor` over all ranks, in place.
 
     With the engine "paceline" the result is bitwise equal on all ranks and in every run. The order of summation depends
-    on the algorithm, the number of elements and the ranks, but not on the order in which ranks arrive: on one host it
-    is a pairwise tree in rank order. With other engines, the library determines the order of summation. float16 and
-    bfloat16 are accumulated in float32.
+    on the algorithm, the number of elements and the ranks, but not on the order in which ranks arrive. On one host,
+    values are summed along a pairwise tree in rank order. With other engines, the library determines the order of
+    summation. float16 and bfloat16 are accumulated in float32.
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor is
