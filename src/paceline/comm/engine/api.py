@@ -1,12 +1,13 @@
-"""`Engine`, the interface of an engine, which connects ranks and moves their tensors; the list of all engines.
+"""`Engine`, the interface of engines, which connect ranks and move tensors between them, and the list of all engines.
 
 An engine serves one type of device. It must
 
-- open groups of the ranks (`Engine.open_group`), each with a channel for its collectives and with messages between its
-  ranks (`channel.py` defines both), and close them;
+- open groups of the ranks (`Engine.open_group`), each with a channel for collectives and an interface for messages
+  (`channel.py` defines both), and close them;
 - enforce a deadline on every wait, and report the result of a call as an `OutcomeCode`: TIMED_OUT, PEER_LOST or
-  MISMATCH if it can detect these, REFUSED with the library's message in all other cases (`failures.CallFailure`);
-- run the calls of a group in the order in which they are made, synchronous or not.
+  MISMATCH if the engine can detect these, and REFUSED with the library's message in all other cases
+  (`failures.CallFailure`);
+- run the calls of a group in the order in which they are made, whether they are synchronous or not.
 
 An engine need not handle
 
@@ -18,7 +19,7 @@ An engine need not handle
   over plain sends and receives.
 
 An engine's module implements the two functions of `EngineModule` and is listed in `_ENGINES`; `tests/engines` checks
-the behavior of engines. `choose` and `start` choose and start an engine for each type of device.
+the behavior of engines. `choose` selects an engine for each type of device, and `start` starts it.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class CallOutcome(Protocol):
 
     @property
     def left(self) -> Sequence[int]:
-        """The ranks among `gone` that left cleanly; the others died."""
+        """The ranks among `gone` that left cleanly; the other ranks in `gone` died."""
 
     @property
     def cause(self) -> int:
@@ -161,7 +161,7 @@ class CallOutcome(Protocol):
 
     @property
     def split_from(self) -> int:
-        """The rank that sent a part whose size differs from the size that the receiver expects."""
+        """The rank that sent a part of the wrong size."""
 
     @property
     def split_to(self) -> int:

@@ -25,8 +25,7 @@ def _one_by_one(tensors: Iterable[object]) -> None:
 
 
 def _increment_versions() -> Count:
-    """Returns PyTorch's function or, for releases in which it accepts only one tensor, a function that calls it in a
-    loop."""
+    """Returns PyTorch's function or, in releases where it accepts only one tensor, a function that loops over it."""
     try:
         _increment([torch.empty(0, device="cpu")])
     except TypeError:

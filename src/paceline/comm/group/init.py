@@ -114,7 +114,7 @@ def init_process_group(
         between_hosts: the engine ("gloo" or "mpi") over which the first ranks of the hosts exchange results that
             "paceline" has reduced within each host. If None, "paceline" is also used between hosts.
         elastic: whether workers may join and leave. The group contains only this rank until `ElasticState.epochs` finds
-            the others. The job must be started with `paceline run --elastic`, or consist of this process only.
+            the other workers. The job must be started with `paceline run --elastic`, or consist of this process only.
         security: "encrypt" encrypts all connections to other hosts, "auth" only authenticates them, and "none" does
             neither. The default is PACELINE_SECURITY, or else connections at public addresses are encrypted.
         port: the single TCP port on which each machine accepts connections to its ranks and its store (see

@@ -1,8 +1,8 @@
 """The algorithms, their predicted durations for a call, and selection of the fastest.
 
 To add an algorithm, add a file that defines `OFFERS` and `COSTS` to this folder, and a line to this file. The tests
-then prove its schedules and compare its costs with a simulation. The closed forms of the durations are the `COSTS` of
-each algorithm, expressed with the cost model in `cost_model.py`.
+then prove the algorithm's schedules and compare its costs with a simulation. The closed forms of the durations are the
+`COSTS` of each algorithm, expressed with the cost model in `cost_model.py`.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def choose(
     The other arguments are those of `predict`.
 
     Raises:
-        ValueError: `forced` is not an algorithm, or does not offer the operation.
+        ValueError: `forced` is not an algorithm, or does not implement the operation.
     """
     times = [
         AlgorithmPrediction(name, predict(model, name, operation, nbytes, world_size, hosts))
@@ -223,13 +223,13 @@ def forced_or_best(
     """Chooses the forced algorithm, or else the preferred one, or else the fastest.
 
     Args:
-        operation, nbytes, world_size, n_hosts: the call.
+        operation, nbytes, world_size, n_hosts: the description of the call.
         candidates: the algorithms from the fastest to the slowest.
         forced: the algorithm to choose, or None.
         preferred: an algorithm to choose in place of the fastest because it is nearly as fast, or None.
 
     Raises:
-        ValueError: `forced` is not an algorithm, or does not offer the operation.
+        ValueError: `forced` is not an algorithm, or does not implement the operation.
     """
     if forced:
         chosen, why = _forced(forced, operation, candidates), "is forced"

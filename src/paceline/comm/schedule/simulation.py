@@ -309,7 +309,7 @@ def _simulate(
 
 
 def _by_name(scene: SimulationInput, carried: Sequence[float]) -> dict[str, float]:
-    """Returns the bytes on each used link by name, including links represented by others."""
+    """Returns the bytes on each used link by name, including links that another link represents."""
     network = scene.network
     ways = dict.fromkeys(scene.ways)
     if len(scene.schedules) < network.world_size:

@@ -124,7 +124,7 @@ def broadcast(topology: RankTopology) -> BlocksAndSteps:
 
 
 def gather(topology: RankTopology) -> BlocksAndSteps:
-    """Sends blocks up the tree; leaves send from INPUT, and other ranks collect their subtree's blocks in SCRATCH."""
+    """Sends blocks up the tree; leaves send from INPUT, and inner ranks collect their subtree's blocks in SCRATCH."""
     world = rotated(range(topology.world_size), topology.root)
     me = world.index(topology.rank)
     if me and not children_of(me, topology.world_size):
@@ -135,7 +135,7 @@ def gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Sends blocks down the tree; leaves receive into OUTPUT, and others keep their subtree's blocks in SCRATCH."""
+    """Sends blocks down the tree; leaves receive into OUTPUT, and inner ranks keep a subtree's blocks in SCRATCH."""
     world = rotated(range(topology.world_size), topology.root)
     me = world.index(topology.rank)
     if me and not children_of(me, topology.world_size):

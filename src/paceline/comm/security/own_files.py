@@ -108,7 +108,7 @@ def require_own_directory(path: str, may_be_roots: bool = False) -> None:
     """Checks that a directory belongs to this user, so that other users cannot replace files in it.
 
     Args:
-        path: the directory's path. Its last part must not be a link unless `may_be_roots`.
+        path: the directory's path. If `may_be_roots` is false, its last part must not be a link.
         may_be_roots: whether the directory may also belong to root.
 
     Raises:

@@ -19,7 +19,7 @@ from paceline.linux import is_out_of_descriptors
 CHANNEL = "store"
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
-_UNFINISHED_FOR_S = 20.0  # a busy server may complete a handshake late, and another program never does
+_UNFINISHED_FOR_S = 20.0  # a busy server completes a handshake late, and another program never completes it
 _GRACE_S = 10.0  # time for the server's answer, in addition to a request's own waiting time
 
 _STATUS = tuple(StoreStatus)

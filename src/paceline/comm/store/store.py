@@ -20,7 +20,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 class StoreOp(IntEnum):
-    """The operations of a store; the values are those used in the protocol."""
+    """The operations of a store; the values are part of the protocol."""
 
     SET = 1
     GET = 2
@@ -40,7 +40,7 @@ class StoreOp(IntEnum):
 
 
 class StoreStatus(IntEnum):
-    """The possible statuses of an answer; the values are those used in the protocol."""
+    """The possible statuses of an answer; the values are part of the protocol."""
 
     OK = 0
     TIMED_OUT = 1

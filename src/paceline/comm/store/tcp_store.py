@@ -234,7 +234,7 @@ def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.so
 
 
 def bind_to_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Returns a socket that is bound to its own port but does not listen yet.
+    """Returns a socket that is bound to a port of its own but does not listen yet.
 
     Raises:
         PortInUseError, StoreConnectionError, ValueError: see `listen`.

@@ -66,7 +66,7 @@ class CallInFlight:
         recorded: the call in the recording.
         event: the position after the call on the stream; None until the call is on the stream.
         is_captured: whether the call was captured into a graph; its completion then cannot be observed.
-        failure: the reason why the call failed; None while it runs and after success.
+        failure: the reason why the call failed; None while the call runs and after it succeeded.
     """
 
     header: HeaderFields
@@ -305,8 +305,7 @@ class CallStream:
         return False
 
     def _completed(self) -> int:
-        """Returns the number of calls that have completed. Calls complete in order, so only a few of them are
-        polled."""
+        """Returns the number of completed calls. Calls complete in order, so only a few of them are polled."""
         flights = tuple(self._flights)
         return bisect.bisect_left(range(len(flights)), True, key=lambda index: not _has_passed(flights[index]))
 

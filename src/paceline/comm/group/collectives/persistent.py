@@ -111,7 +111,7 @@ class PersistentCall(_core.FastPathCall):
             if work.is_completed():
                 self.is_started, self._work = False, None
             raise
-        self.is_started, self._work = False, None  # on a device, the call may still be running; the next one waits
+        self.is_started, self._work = False, None  # a call on a device may still run; the next one then waits for it
 
     @eager
     def test(self) -> bool:
