@@ -140,7 +140,7 @@ def reduce_scatter_tensor(
 
     Raises:
         TypeError: `op` is not defined for the tensors' type.
-        ValueError: `input` has a different number of elements.
+        ValueError: `input` has the wrong number of elements.
     """
     members = _members(group, "reduce_scatter")
     input, op = _unscaled(input, op, "reduce_scatter")
@@ -221,7 +221,7 @@ def all_gather_into_tensor(
         output_tensor: a contiguous tensor of any shape with `world_size` times as many elements as `input_tensor`.
 
     Raises:
-        ValueError: `output_tensor` is not contiguous, or has a different number of elements.
+        ValueError: `output_tensor` is not contiguous, or has the wrong number of elements.
     """
     return applied(AllGather, _members(group, "all_gather_into_tensor"), output_tensor, input_tensor)
 

@@ -53,7 +53,7 @@ def read_ranks(
     """Parses the descriptions of the ranks; returns the members, and all fields of each description.
 
     Args:
-        answers: the descriptions, by rank.
+        answers: the descriptions in rank order.
         rank: the rank of this process.
 
     Raises:

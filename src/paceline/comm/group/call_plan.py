@@ -361,7 +361,7 @@ def require_counts(
     """Checks that each of `lists` has `count` elements.
 
     Raises:
-        ValueError: one of the lists has a different number of elements.
+        ValueError: one of the lists has the wrong number of elements.
     """
     for index, tensors in enumerate(lists):
         if count_elements(tensors) != count:

@@ -23,7 +23,8 @@ class Wire:
     therefore do not accumulate: the sum of all results differs from the exact sum by at most the rounding of one call.
     Use a separate object for each tensor or list of tensors. A plain `wire="int8"` does not store errors.
 
-    The residuals take up to 4 bytes per element on each rank. A call with a different number of elements discards them.
+    The residuals take up to 4 bytes per element on each rank. A call with a different number of elements discards the
+    residuals.
 
     Args:
         kind: the format: "bf16", "int8" or "int4"; see docs/slow-networks.md.

@@ -285,7 +285,7 @@ def is_initialized() -> bool:
 
 
 def is_available() -> bool:
-    """Returns True if Paceline is available: always True, since it cannot be imported on unsupported platforms."""
+    """Returns True, because Paceline cannot be imported on a platform that it does not support."""
     return True
 
 

@@ -531,8 +531,7 @@ class ProcessGroup:
         return isinstance(self._channel, _core.HostGroup) and tensor.is_cpu and tensor.dtype not in _ROUNDED_ONCE
 
     def sum_as_tree(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Sums `inputs` across ranks into `outputs` along a pairwise tree, rounding each partial sum to the tensors'
-        dtype.
+        """Sums `inputs` over all ranks into `outputs` along a pairwise tree; each partial sum is rounded to the dtype.
 
         With 8 ranks, the result is ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
 

@@ -508,7 +508,7 @@ class ProfiledCall:
     Programs identify the calls of a backend in a profile by `is_async`, which torch sets on all events of its own
     backends. For an event recorded from Python it is only set if the event begins and ends on different threads, so the
     event of a synchronous call is ended on another thread. In releases of PyTorch that omit such events, ordinary
-    events are recorded, which end when an asynchronous call has been started.
+    events are recorded. The event of an asynchronous call then ends once the call has been started.
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:

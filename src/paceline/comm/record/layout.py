@@ -170,7 +170,7 @@ def index_of(stamp: int) -> int:
 
 
 def site_of(site: int) -> tuple[int, int]:
-    """Returns the number of the file's name and the line of a call site, or (0, 0) if the call has none."""
+    """Returns the number of a call site's file name and its line number, or (0, 0) if the call has no call site."""
     return site >> LINE_BITS, site & ((1 << LINE_BITS) - 1)
 
 

@@ -139,9 +139,9 @@ class MlflowLog:
 def log_to(sink: LogSink | None) -> None:
     """Adds a sink for the metrics that this process logs; None removes all sinks.
 
-    Call it on one rank only; otherwise each rank draws the same curve. The step passed to the sink is the recording's
-    current step or, in a program without recorded steps, the number of calls to `log`; see docs/observe.md. Errors
-    raised by a sink propagate to the caller of `log`.
+    Call this function on one rank only, because otherwise every rank logs the same curve. The step passed to the sink
+    is the recording's current step or, in a program without recorded steps, the number of calls to `log`; see
+    docs/observe.md. Errors raised by a sink propagate to the caller of `log`.
 
         if paceline.get_rank() == 0:
             paceline.log_to(paceline.TensorBoardLog(SummaryWriter()))

@@ -1,10 +1,12 @@
 """Stores for the rendezvous of ranks without a Paceline launcher.
 
-- `tcp://host:port` and `file:///path`, with `?rank=..&world_size=..` for this process.
-- Ranks that a scheduler started, for instance with `mpirun -n 2 python train.py` or srun. On one machine they use a
-  file that belongs to their user, since another program could occupy a port; on several machines they use a server at
-  the address of rank 0.
-- Ranks under torchrun, whose own TCPStore occupies MASTER_PORT. They must be on one machine, and use a file.
+The stores serve
+
+- the addresses `tcp://host:port` and `file:///path`, with `?rank=..&world_size=..` for this process;
+- ranks that a scheduler started, for instance with `mpirun -n 2 python train.py` or srun. On one machine these ranks
+  use a file that belongs to their user, since another program could occupy a port; on several machines they use a
+  server at the address of rank 0;
+- ranks under torchrun, whose own TCPStore occupies MASTER_PORT. These ranks must be on one machine, and use a file.
 """
 
 from __future__ import annotations

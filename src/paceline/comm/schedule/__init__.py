@@ -4,5 +4,5 @@ Schedules are used between hosts, and within a host if an algorithm is forced. O
 shared memory directly (native/host). May use: the standard library and the core, but not torch. Start reading at
 `steps.py` (the data and its semantics), then `ring.py`. `algorithms.py` lists the algorithms, predicts their durations
 and selects one, `verify.py` proves schedules correct, `simulation.py` simulates them on a network, and `synthesis.py`
-creates schedules for networks with uneven links.
+creates schedules for networks with unequal links.
 """

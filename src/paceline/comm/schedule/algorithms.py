@@ -93,8 +93,8 @@ def build(
         rank: the rank whose schedule to build.
         world_size: the number of ranks.
         root: the root of a broadcast, reduce, gather or scatter; -1 for other operations.
-        hosts: the ranks of each host; required by `hierarchical`, `circulant` and quantized formats, ignored by other
-            algorithms.
+        hosts: the ranks of each host; required by `hierarchical`, `circulant` and quantized formats, and ignored by
+            other algorithms.
 
     Raises:
         ValueError: a name is unknown, or a number is out of range.

@@ -4,8 +4,8 @@ The number of members is arbitrary. At the start of a reduce-scatter, a member h
 n members. In each round it keeps the contributions to its own block and to the blocks of the next members up to a
 certain distance. It divides the rest into parts, and sends each part to the member that owns the part's first block.
 With halves (`radix` 2) the remaining data halves in each round, as in Träff 2024, "Optimal, non-pipelined
-reduce-scatter and allreduce algorithms"; more parts save rounds, which helps on links with a high latency. No byte is
-sent more often than in a ring. All members perform the same steps relative to their own position.
+reduce-scatter and allreduce algorithms"; a division into more parts saves rounds, which helps on links with a high
+latency. No byte is sent more often than in a ring. All members perform the same steps relative to their own position.
 
 In an all-reduce on rails, the l-th ranks of all hosts form the l-th rail, which owns the l-th slice of the tensor.
 Rings within the hosts reduce the slice, the rail exchanges it between hosts on the circulant graph, and rings within

@@ -1,4 +1,4 @@
-"""Hierarchical algorithms, which exchange data first within each host, then between hosts over the slower links.
+"""Hierarchical algorithms, which exchange data within each host first, and then between hosts over the slower links.
 
 If all hosts have the same number of ranks, the l-th ranks of all hosts form the l-th rail, which owns the l-th slice of
 the tensor: rings within the hosts reduce the slice, the rail exchanges it between hosts, and rings within the hosts

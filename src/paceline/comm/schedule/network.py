@@ -87,7 +87,7 @@ class Network:
             transfers to a rank.
         node: the link of each host, which its ranks share.
         groups: the racks or regions; a host is in at most one of them.
-        pairs: additional links between pairs of hosts, by (source, target).
+        pairs: the additional links between pairs of hosts, keyed by (source, target).
         gamma_s_per_byte: the time that a rank takes to reduce a byte, in seconds.
         nodes: the links of hosts whose link differs from `node`.
     """

@@ -4,8 +4,9 @@
 the input to the core (native/simulate): programs, the routes between them, and links.
 
 The first host represents all hosts if the network is uniform, all ranks arrive at the same time and are equally fast,
-and all hosts have the same schedules (the algorithm's `ALIKE`). This is exact: a rotation of the hosts maps the
-schedules and the network onto themselves, so all quantities that depend only on them are the same on all hosts.
+and all hosts have the same schedules (the algorithm's `ALIKE`). This is exact, because a rotation of the hosts maps the
+schedules and the network onto themselves. All quantities that depend only on the schedules and the network are
+therefore the same on all hosts.
 """
 
 from __future__ import annotations

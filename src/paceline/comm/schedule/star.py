@@ -1,7 +1,7 @@
 """The star, or parameter server, in which all data passes through one rank, the root or rank 0.
 
 The star serves as a baseline. Data takes at most two hops, but all ranks' bytes cross the link of the central rank, so
-the duration grows much faster with the world size than for other algorithms. With few ranks and tiny tensors, the star
+the duration grows much faster with the world size than with other algorithms. With few ranks and tiny tensors, the star
 may be the fastest.
 """
 

@@ -8,7 +8,7 @@ A schedule is executed according to these rules:
   write after read, write after write) have finished with these bytes. No other order is imposed between different
   peers, or between sends and receives, so a long chain of steps forms a pipeline without being divided into smaller
   steps.
-- A link may be unbuffered: a SEND may not complete until its receiver has received the data.
+- A link may be unbuffered, so a SEND may remain incomplete until its receiver has received the data.
 - An empty slice (in a barrier) has no bytes by which steps could be ordered. Instead, an empty SEND starts once all
   earlier receives of its rank are complete; an empty RECV may start at any time.
 
@@ -27,7 +27,7 @@ The operations use these buffers, where n is the world size:
 | barrier | | | |
 
 The schedules in `quantized.py` use a fourth buffer, WIRE, whose blocks are in the format in which they are sent between
-hosts. It consists of as many blocks as the schedule uses, each with the size of the packed data. Only PACK loses
+hosts. WIRE consists of as many blocks as the schedule uses, each with the size of the packed data. Only PACK loses
 precision.
 """
 

@@ -440,8 +440,8 @@ def _preferred(
 
     Args:
         candidates: the algorithms from the fastest to the slowest.
-        most: the number of bytes on the busiest link, by algorithm.
-        messages: the maximum number of steps on any rank, by algorithm.
+        most: the number of bytes on the busiest link for each algorithm.
+        messages: the maximum number of steps on any rank for each algorithm.
     """
     seconds, nbytes = candidates[0].seconds, most[candidates[0].algorithm]
     for each in candidates:

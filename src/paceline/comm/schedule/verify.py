@@ -468,7 +468,8 @@ class _SymbolicExecutor:
                         ready.extend([link for _, link in waiting.pop(place)])
 
     def cannot_add(self, own: BlockValue | None, received: BlockValue, rank: int, number: int) -> ScheduleError:
-        """Returns the error for two values that cannot be added: the blocks differ or the contributors overlap."""
+        """Returns the error for two values that cannot be added; either their blocks differ or their contributors
+        overlap."""
         schedule = self.schedules[rank]
         if schedule.operation not in REDUCING:
             return step_error(schedule, number, f"{schedule.operation} reduces nothing")

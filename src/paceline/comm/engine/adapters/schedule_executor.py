@@ -122,8 +122,8 @@ class PythonExecutor:
         transport: the engine's sends and receives.
         rank: the group rank of this process.
         hosts: the group ranks of each host.
-        algorithm: the algorithm for every operation that it implements; by default, the one predicted to be the
-            fastest.
+        algorithm: the algorithm to use for every operation that it implements. The default is the algorithm that is
+            predicted to be the fastest.
     """
 
     def __init__(

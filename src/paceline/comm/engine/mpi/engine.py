@@ -1,8 +1,8 @@
 """The mpi engine, which opens groups with the MPI library in processes started by mpirun.
 
-`perform_rendezvous` performs the rendezvous of these ranks: an MPI broadcast distributes the address of rank 0's store.
-Collectives and messages operate directly on the tensors' memory. A message begins with its size and dtype, which the
-receiver checks.
+`perform_rendezvous` performs the rendezvous of these ranks, in which an MPI broadcast distributes the address of rank
+0's store. Collectives and messages operate directly on the tensors' memory. A message begins with its size and dtype,
+which the receiver checks.
 """
 
 from __future__ import annotations

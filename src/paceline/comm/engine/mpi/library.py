@@ -1,4 +1,4 @@
-"""Access to the MPI library: loads and initializes it, waits for requests, and maps dtypes and reductions.
+"""Access to the MPI library: initialization, waiting for requests, and mapping of dtypes and reductions.
 
 MPI requests have no deadline, so `complete` polls them. The core performs reductions that MPI lacks.
 """

@@ -172,7 +172,7 @@ def join_host_mesh(
         topology: the ranks and their hosts.
         names: the names of the abstract Unix sockets on which the ranks on this host listen.
         listener: the socket on which this rank listens.
-        deadline: the time on the monotonic clock, in seconds, until which to wait for the other ranks.
+        deadline: the time on the monotonic clock, in seconds, at which to stop waiting for the other ranks.
 
     Raises:
         RendezvousError: a rank gave up or died.

@@ -90,9 +90,9 @@ def is_far(alpha_s: float) -> bool:
 def measure(probe: Probe) -> LinkCost:
     """Measures round trips within a time budget and uses the shortest one, because a rank may be temporarily busy.
 
-    Each round trip begins with the size of the message that follows, and is answered by an empty message. The size 0
-    (see `Probe.end`) ends the measurement. The first round trip is discarded, because the other rank may not have
-    reached the measurement yet.
+    In each round trip, this rank sends the size of a message and then the message, and the other rank replies with an
+    empty message. The size 0 (see `Probe.end`) ends the measurement. The first round trip is discarded, because the
+    other rank may not have reached the measurement yet.
     """
 
     def best_of(nbytes: int, most: int, budget_s: float) -> float:
@@ -146,7 +146,7 @@ def measure_pairs(
         formation: the default group's formation.
         topology: the ranks and their hosts.
         links: the messages between the ranks.
-        deadline: the time of the monotonic clock, in seconds, until which to wait for the other ranks.
+        deadline: the time on the monotonic clock, in seconds, at which to stop waiting for the other ranks.
         wanted: whether to measure at all; passed only on rank 0.
 
     Raises:

@@ -218,7 +218,7 @@ class HostRanks:
         return [rank for rank, place in enumerate(self.places) if place >= 0]
 
     def share(self, nbytes: int) -> tuple[_core.SharedMemory, int]:
-        """Creates zeroed memory for the ranks on this host; returns the memory and the number to find it by.
+        """Creates zeroed memory for the ranks on this host; returns the memory and its number, an argument of `find`.
 
         Raises:
             OSError: no memory or descriptors are left.

@@ -142,7 +142,7 @@ class PinnedMemory:
 
     Args:
         nbytes: the size in bytes.
-        device: the device that copies.
+        device: the device that copies to and from the memory.
         is_shared: whether to share the memory with the other ranks on the host, if shared memory can be pinned (as with
             CUDA). The core reduces shared memory without another copy.
 

@@ -1,6 +1,6 @@
 """The gloo engine, which uses torch's ProcessGroupGloo for CPU tensors and runs calls one at a time.
 
-Operations that gloo lacks (reduce-scatter, all-to-all, and reductions of some dtypes) run as schedules over its
+Operations that gloo lacks (reduce-scatter, all-to-all, and reductions of some dtypes) run as schedules over gloo's
 messages. A message between two ranks begins with its dtype and length.
 """
 

@@ -100,7 +100,7 @@ def monitored_barrier(group: Group = None, timeout: Timeout | None = None, wait_
     """Synchronizes all ranks like `barrier`; on a timeout, the error lists the ranks that have not called it.
 
     All waiting ranks raise the error, not only rank 0 as in torch.distributed. Every collective of Paceline reports
-    missing ranks on timeout; the message from this function begins with them.
+    missing ranks on timeout; the message from this function begins with the missing ranks.
 
     Args:
         group: the group; the default group if None.
@@ -266,7 +266,7 @@ def all_gather(
         tensor: a tensor of the same dtype and number of elements on every rank.
 
     Raises:
-        ValueError: `tensor_list` does not have one entry for each rank, or an entry has a different number of elements.
+        ValueError: `tensor_list` does not have one entry for each rank, or an entry has the wrong number of elements.
     """
     chosen = resolve(group, "all_gather")
     return None if chosen is None else chosen.all_gather(tensor_list, tensor, async_op, timeout, wire)
@@ -288,7 +288,7 @@ def all_gather_into_tensor(
         input_tensor: a tensor of the same dtype and number of elements on every rank.
 
     Raises:
-        ValueError: `output_tensor` has a different number of elements, or is not contiguous.
+        ValueError: `output_tensor` has the wrong number of elements, or is not contiguous.
     """
     chosen = resolve(group, "all_gather_into_tensor")
     if chosen is None:
@@ -331,7 +331,7 @@ def reduce_scatter(
         op: the reduction. The default is SUM.
 
     Raises:
-        ValueError: `input_list` does not have one entry for each rank, or an entry has a different number of elements.
+        ValueError: `input_list` does not have one entry for each rank, or an entry has the wrong number of elements.
     """
     chosen = resolve(group, "reduce_scatter")
     return None if chosen is None else chosen.reduce_scatter(output, input_list, op, async_op, timeout, wire)
@@ -356,7 +356,7 @@ def reduce_scatter_tensor(
         op: the reduction. The default is SUM.
 
     Raises:
-        ValueError: `input` has a different number of elements, or is not contiguous.
+        ValueError: `input` has the wrong number of elements, or is not contiguous.
     """
     chosen = resolve(group, "reduce_scatter_tensor")
     if chosen is None:
