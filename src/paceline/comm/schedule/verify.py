@@ -364,10 +364,10 @@ def _check_step(schedule: Schedule, number: int) -> None:
 def verify(schedules: Sequence[Schedule]) -> None:
     """Proves the schedules of all ranks, in rank order.
 
-    The proof shows that at the end every block holds each required contribution exactly once and no others; INPUT is
-    never written; no block is read before it is written; blocks are only stored in places of the same size; `final` is
-    set exactly on the step that adds the last contribution; every SEND matches a step with the same number of blocks;
-    and no step waits forever, even if links are unbuffered.
+    The proof shows that at the end every block holds each required contribution exactly once and no other contribution;
+    INPUT is never written; no block is read before it is written; blocks are only stored in places of the same size;
+    `final` is set exactly on the step that adds the last contribution; every SEND matches a step with the same number
+    of blocks; and no step waits forever, even if links are unbuffered.
 
     Raises:
         ScheduleError: the schedules are wrong; the message describes the first fault, with the rank and the step.
@@ -468,8 +468,7 @@ class _SymbolicExecutor:
                         ready.extend([link for _, link in waiting.pop(place)])
 
     def cannot_add(self, own: BlockValue | None, received: BlockValue, rank: int, number: int) -> ScheduleError:
-        """Returns the error for two values that cannot be added; either their blocks differ or their contributors
-        overlap."""
+        """Returns the error for the addition of two values whose blocks differ or whose contributors overlap."""
         schedule = self.schedules[rank]
         if schedule.operation not in REDUCING:
             return step_error(schedule, number, f"{schedule.operation} reduces nothing")

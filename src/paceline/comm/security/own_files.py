@@ -35,7 +35,7 @@ def open_own(path: str, access: int = os.O_RDWR) -> int:
         access: the access mode, such as `os.O_RDWR`, with further flags.
 
     Raises:
-        SharedFileError: the file is a link, is not a regular file, has another owner or a second name, or is accessible
+        SharedFileError: the file is a link, is not a regular file, has another owner or several names, or is accessible
             to others.
         OSError: the file cannot be opened.
     """

@@ -2,12 +2,12 @@
 
 A decoded object is equal to the original and of the same type; objects for which this is impossible are rejected before
 any data is sent. A body is one byte (`BodyFormat`) followed by msgpack or, if the sender allowed it, a pickle. Decoding
-msgpack only creates objects of the types in `VALUES` and `ARRAYS`: no class is looked up by name, and no code is
+msgpack only creates objects of the types in `VALUES` and `ARRAYS`, so no class is looked up by name, and no code is
 executed.
 
 Numbers, short bytes, ASCII strings, lists, and dicts with ASCII strings as keys are msgpack's own types. Every other
-object is encoded as a map with a single integer key, the tag of its `TypeCodec`; no other map has integer keys. The
-tags are part of the format.
+object is encoded as a map with a single integer key, which is the tag of its `TypeCodec`; no other map has integer
+keys. The tags are part of the format.
 
 Two properties are lost: an object that occurs twice becomes two objects, and tensors become contiguous and no longer
 share memory. An accelerator tensor is placed on the receiver's current device if it was on the sender's current device,

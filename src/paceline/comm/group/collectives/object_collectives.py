@@ -86,7 +86,7 @@ def gather_object(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Gathers `obj` from all ranks in the destination's `object_gather_list`, by rank; other ranks pass None.
+    """Gathers `obj` from all ranks into the destination's `object_gather_list`, in rank order; others pass None.
 
     The default destination is rank 0.
 
