@@ -145,7 +145,7 @@ class CallOutcome(Protocol):
 
     @property
     def cause_hung(self) -> bool:
-        """Whether `cause` delayed a call until it timed out, rather than dying."""
+        """Whether `cause` delayed a call until the call timed out; otherwise `cause` died or left."""
 
     @property
     def reporter(self) -> int:

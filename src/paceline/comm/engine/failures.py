@@ -391,7 +391,8 @@ def _silent(outcome: CallFailure, members: Sequence[RankIdentity], me: RankIdent
 def _mismatch(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIdentity) -> CollectiveMismatchError:
     if outcome.split_from >= 0 and not any(call[0] for call in outcome.calls):
         return _message_mismatch(outcome, members, me)
-    # Within a host all ranks detect a mismatch in the same call; between hosts one rank detects it and aborts.
+    # Within a host all ranks detect a mismatch in the same call; between hosts one rank detects it and aborts the
+    # group.
     usable = "The group remains usable" if outcome.reporter < 0 else GROUP_LOST
     advice = f"All ranks of a group must make the same calls in the same order. {usable}"
     if outcome.split_from >= 0:

@@ -205,7 +205,7 @@ def parse_network(text: str) -> DescribedLinks:
     """Parses the value of PACELINE_NETWORK.
 
     Raises:
-        ValueError: the text does not have the variable's form.
+        ValueError: the text is malformed.
     """
     try:
         data = json.loads(text)
@@ -275,7 +275,7 @@ def parse_costs(text: str) -> CostModel:
     """Parses the value of PACELINE_COSTS.
 
     Raises:
-        ValueError: the text does not have the variable's form.
+        ValueError: the text is malformed.
     """
     try:
         data = json.loads(text)

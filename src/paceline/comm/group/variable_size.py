@@ -156,7 +156,7 @@ def gather_pieces(
     root: int,
     timeout: Timeout | None,
 ) -> None:
-    """Gathers the pieces from all ranks on the root, in `received[r]` for rank r; other ranks pass an empty list."""
+    """Gathers all ranks' pieces on the root; `received[r]` receives rank r's pieces, and is empty on other ranks."""
     nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
     inputs = [mine if rank == root else [] for rank in range(group.size())]
     group.all_to_all(received if group.rank() == root else nothing, inputs, timeout=timeout)

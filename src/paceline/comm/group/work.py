@@ -283,7 +283,7 @@ class _UntilEvent:
 
 
 class JoinedWork(Work):
-    """A combination of several `Work` objects: completes when all are complete, and fails if one fails."""
+    """A combination of several `Work` objects, which completes when all of them are complete and fails if one fails."""
 
     def __init__(self, works: Sequence[Work], name: str, results: Sequence[torch.Tensor]) -> None:
         self._works = works

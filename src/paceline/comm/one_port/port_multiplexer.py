@@ -375,7 +375,7 @@ class NumberedListener:
 
 
 def random_name() -> str:
-    """Returns a random name for a multiplexer's Unix socket, which other processes cannot guess."""
+    """Returns a random name for a multiplexer's Unix socket, so that other processes cannot guess the name."""
     return f"paceline-gate-{secrets.token_hex(12)}"
 
 

@@ -74,7 +74,7 @@ class Scheduler:
 
 
 def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket.getfqdn) -> Scheduler | None:
-    """Returns the scheduler whose variables are all set, or None if there is none or it started only one process."""
+    """Returns the scheduler whose variables are all set, or None if there is none or if it started only one process."""
     for detector in (_open_mpi, _slurm, _pmi, _kubernetes, _ray):
         found = detector(environment, host_name)
         if found is not None and found.nodes != 1:

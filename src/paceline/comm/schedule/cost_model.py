@@ -47,7 +47,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Case:
-    """A call; `nbytes` is the length of a rank's longest buffer: all blocks of a gather, a scatter or an all-to-all."""
+    """A call; `nbytes` is the length of a rank's longest buffer, such as all blocks of a gather or an all-to-all."""
 
     model: CostModel
     nbytes: int

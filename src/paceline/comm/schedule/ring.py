@@ -192,7 +192,7 @@ def _ring_turns(link: LinkCost, n: int, nbytes: float, gamma: float = 0) -> floa
 
 
 def _chain(case: Case, gamma: float = 0) -> float:
-    """Returns the time, in seconds, for a chain: a piece crosses n - 1 links, the rest follows at the lowest rate."""
+    """Returns the time, in seconds, for a piece to cross a chain of n - 1 links and for the other pieces to follow."""
     piece = min(case.nbytes, PIPE_NBYTES)
     first = (case.n - case.n_hosts) * message_s(case.model.within_host, piece, gamma) + (case.n_hosts - 1) * message_s(
         case.model.between_hosts, piece, gamma

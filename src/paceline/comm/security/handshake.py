@@ -43,7 +43,7 @@ class HandshakeUnfinishedError(AuthenticationError):
 
 
 class PeerGoneError(HandshakeUnfinishedError):
-    """The peer closed the connection without having sent invalid data: it has exited, or requested another service."""
+    """The peer closed the connection without having sent invalid data. It exited, or requested another service."""
 
 
 class PeerHello:

@@ -225,7 +225,7 @@ def _own_secret() -> bytes | None:
     if text := os.environ.get("PACELINE_SECRET"):
         return _checked(text.encode(), "PACELINE_SECRET")
     if path := os.environ.get("PACELINE_SECRET_FILE"):
-        # Kubernetes uses links for secrets, so they are followed; the target of a link is checked.
+        # Kubernetes uses links for secrets, so links are followed, and the target of a link is checked.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             mode = stat.S_IMODE(status.st_mode)

@@ -84,7 +84,7 @@ class FileStore(Store):
                 _lock(self._fd, fcntl.F_RDLCK, _MEMBERS, wait=True)
 
     def _check_content(self) -> None:
-        """Checks that the file is empty or was written by a store, since the store may overwrite its content."""
+        """Checks that the file is empty or was written by a store, since the store may overwrite the content."""
         beginning = os.pread(self._fd, len(_MAGIC), 0)
         if not _MAGIC.startswith(beginning):
             self.close()

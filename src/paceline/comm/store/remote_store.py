@@ -27,7 +27,7 @@ _ANSWERED, _CLOSED, _LOST = 0, 1, 4  # results of a request (native/store/client
 
 
 class StoreServerLostError(StoreConnectionError):
-    """The connection broke without a closing message: the server's process has died, or the network is down."""
+    """The connection broke without a closing message, since the server's process died or the network is down."""
 
 
 class RemoteStore(Store):

@@ -108,7 +108,7 @@ class Store(ABC):
         return self._ask(StoreOp.COUNT, [])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Returns the values of `keys`, in their order; waits until all are set."""
+        """Returns the values of `keys` in the same order; waits until all keys are set."""
         return self._wait_and_ask(StoreOp.MULTI_GET, _keys(keys), None)[1]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
@@ -123,7 +123,7 @@ class Store(ABC):
         self._ask(StoreOp.APPEND, [key.encode(), _bytes(value)])
 
     def has_extended_api(self) -> bool:
-        """Returns True if append, multi_get, multi_set and the queues are supported: always True."""
+        """Returns True, because append, multi_get, multi_set and the queues are supported."""
         return True
 
     def queue_push(self, key: str, value: bytes | str) -> None:
@@ -162,7 +162,7 @@ class Store(ABC):
         self.wait([f"{key}/all"], timeout)
 
     def clone(self) -> Store:
-        """Returns this store. Threads can share it, since each waiting thread uses its own connection."""
+        """Returns this store. Threads can share a store, since each waiting thread uses its own connection."""
         return self
 
     def close(self) -> None:

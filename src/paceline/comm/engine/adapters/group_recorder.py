@@ -138,7 +138,7 @@ class RecordedOperation(Protocol):
         """Sets the start and end times from events on a device; see `RecordedWork.follow`."""
 
     def end_behind(self, ended: AcceleratorEvent) -> None:
-        """Sets the event after the operation if it was not passed to `follow`."""
+        """Sets the event recorded after the operation, unless it was passed to `follow`."""
 
     def end(self, outcome: int, /) -> None:
         """Records that the operation is complete; `outcome` is an `OutcomeCode`."""
@@ -195,7 +195,7 @@ class RecordedWork:
         DEVICE_WATCH.add(self._poll, device)
 
     def end_behind(self, ended: AcceleratorEvent) -> None:
-        """Sets the timing event after the operation if it was not passed to `follow`."""
+        """Sets the timing event recorded after the operation, unless it was passed to `follow`."""
         with self._lock:
             self._ended = ended
 
@@ -287,7 +287,7 @@ class GroupRecorder:
 
 
 def contributed(call: CollectiveCall, rank: int) -> int:
-    """Returns the number of bytes that a rank contributes to a call, by the same rules as `native/host/group.cpp`."""
+    """Returns the number of bytes that a rank contributes to a call, as defined in `native/host/group.cpp`."""
     if call.operation == Operation.BROADCAST:
         return _nbytes(call.outputs) if rank == call.root else 0
     if call.operation == Operation.REDUCE:

@@ -115,7 +115,7 @@ _HISTORY = 16  # the number of calls remembered for a diagnosis
 
 
 class LibraryError(Exception):
-    """The library rejected a call or failed during it; the message is the library's own."""
+    """The library rejected a call or failed during the call; the message is that of the library."""
 
 
 class CallTimeout(Exception):
@@ -160,7 +160,7 @@ class QueuedCall:
 class SerialChannel(EngineChannel, ABC):
     """An `EngineChannel` for which an engine only needs to implement `perform`.
 
-    A failed call breaks the group: all later calls fail with the same outcome.
+    A failed call breaks the group, so all later calls fail with the same outcome.
     """
 
     def __init__(self, diagnosis: FailureDiagnosis) -> None:

@@ -177,7 +177,7 @@ def measure_pairs(
 
 
 def differences(n: int, found: Mapping[Pair, LinkCost]) -> str:
-    """Describes differences between the links of n hosts in the format of PACELINE_NETWORK; "" if there are none."""
+    """Returns the differences between n hosts' links in the format of PACELINE_NETWORK, or "" if there are none."""
     if not found:
         return ""
     return describe_differences(
@@ -186,7 +186,7 @@ def differences(n: int, found: Mapping[Pair, LinkCost]) -> str:
 
 
 def recalled(topology: Topology, known: KnownCosts) -> dict[Pair, LinkCost]:
-    """Returns the known costs for all pairs of these hosts, by host number, or {} if any of them is unknown."""
+    """Returns the known costs for all pairs of these hosts, keyed by host numbers, or {} if any of them is unknown."""
     names = _names(topology)
     pairs = {(a, b): (min(names[a], names[b]), max(names[a], names[b])) for a, b in combinations(range(len(names)), 2)}
     if not all(pair_of_names in known.pairs for pair_of_names in pairs.values()):

@@ -133,7 +133,7 @@ class ScheduledChannel(EngineChannel):
 
     @property
     def quantizes(self) -> bool:
-        """Returns True: calls may specify a `wire`, which determines their schedule."""
+        """Returns True, because calls may specify a `wire`, which determines their schedule."""
         return True
 
     def run(self, call: CollectiveCall) -> _core.Outcome | None:
@@ -168,7 +168,7 @@ class ScheduledChannel(EngineChannel):
         self._log_miss()
 
     def _log_miss(self) -> None:
-        """Logs once, on rank 0, calls that took much more or much less time than predicted."""
+        """Logs calls that took much more or much less time than predicted, once and only on rank 0."""
         if self._rank == 0 and (found := self._links.prediction_miss()) is not None:
             logging.getLogger(__name__).info(describe_miss(PredictionMiss(*found)))
 

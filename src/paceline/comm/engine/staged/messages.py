@@ -169,7 +169,7 @@ class IncomingDeviceMessage:
         return self._message.source()
 
     def is_copied(self) -> bool:
-        """Returns True if no copy to the device is in progress: it has completed or has not been enqueued yet."""
+        """Returns True if the copy to the device is complete or has not been enqueued yet."""
         return self._copied is None or self._copied.done()
 
     def _copy(self) -> AcceleratorEvent | None:

@@ -487,7 +487,7 @@ _WATCH_INTERVAL_S = 0.05
 
 
 class CallWatch:
-    """Polls call streams while one of them has a call in progress, until `close` is called."""
+    """Polls call streams whenever one of them has a call in progress; runs until `close` is called."""
 
     def __init__(self) -> None:
         self._streams: list[CallStream] = []
@@ -551,7 +551,7 @@ class DeviceWork:
         return True
 
     def wait(self, timeout_ns: int) -> bool:
-        """Makes the current stream wait for the call; with a timeout, also the thread. Returns False on timeout."""
+        """Makes the current stream (with a timeout, also the thread) wait for the call; returns False on timeout."""
         if timeout_ns < _NO_LIMIT_NS and not self.finish(timeout_ns):
             return False
         self.order()

@@ -95,7 +95,7 @@ class DeviceChannel(EngineChannel):
         self._recorder = recorder
 
     def run(self, call: CollectiveCall) -> CallFailure | None:
-        """Runs a call. The current stream waits for it; for a barrier, the thread also waits."""
+        """Runs a call. The current stream waits for the call; for a barrier, the thread also waits."""
         work = self.submit(call)
         if call.operation == Operation.BARRIER:
             while not work.finish(call.timeout_ns):

@@ -111,7 +111,7 @@ def reduce_multigpu(
     dst_tensor: int = 0,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces all tensors of all ranks into the destination's `tensor_list[dst_tensor]`, and modifies no other one."""
+    """Reduces all tensors of all ranks into the destination's `tensor_list[dst_tensor]`, the only tensor modified."""
     call = "reduce_multigpu"
     chosen = resolve(group, "reduce_multigpu")
     if chosen is None:
