@@ -1,4 +1,4 @@
-"""Queries on autograd's graph: tensors in nested outputs, parameters used by outputs, the running backward pass."""
+"""Finds the tensors in nested outputs, the parameters that outputs depend on, and the running backward pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def running_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Returns True if a backward pass is running on this thread, for example to recompute checkpointed outputs."""
+    """Returns True if a backward pass is running on this thread, as it is while checkpointed outputs are recomputed."""
     return running_backward() != NO_BACKWARD
 
 
@@ -60,7 +60,7 @@ def find_tensors(output: object) -> Iterator[torch.Tensor]:
 def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
     """Yields the tensors among the first entries of the inputs of a forward pass, then None if further entries remain.
 
-    The limit bounds the search time for inputs with many non-tensor entries, such as the words of a text.
+    The limit bounds the search time for inputs with many non-tensor entries, such as lists of words.
     """
     return _walk(inputs, _MOST_ENTRIES)
 
@@ -104,7 +104,7 @@ def _has_leaves_only(entries: object) -> bool:
 
 
 def _open_of(kind: type) -> _Open | None:
-    """Returns a function that iterates over the entries of an instance, or None if instances have no entries."""
+    """Returns a function that iterates over the entries of a `kind` object, or None if such objects have no entries."""
     if issubclass(kind, (torch.Tensor, list, tuple, set, frozenset)):
         return iter
     if issubclass(kind, Mapping):

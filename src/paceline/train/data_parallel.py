@@ -225,12 +225,13 @@ def parallel_apply(
         modules: the modules, one for each device.
         inputs: for each module, a tuple of arguments or a single argument.
         kwargs_tup: for each module, the keyword arguments.
-        devices: the modules' devices. An accelerator becomes its thread's current device, and error messages contain
-            the device.
+        devices: the modules' devices. An accelerator becomes the current device of the module's thread, and error
+            messages contain the device.
 
     Raises:
         ValueError: the arguments have different lengths.
-        Exception: an error from a module; the message contains the replica, its device, and the traceback.
+        Exception: an error from a module; the message contains the index and the device of the replica, and the
+            traceback.
     """
     keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
     chosen: Sequence[Device] = ["cpu"] * len(modules) if devices is None else list(devices)
@@ -333,7 +334,7 @@ def _fill(
         if param is None:
             replica._parameters[name] = None
         else:
-            # A plain attribute, because the copy is not a leaf and cannot be a parameter.
+            # The copy is a plain attribute, because it is not a leaf tensor and therefore cannot be a parameter.
             setattr(replica, name, copies[id(param)])
             former[name] = copies[id(param)]
     for name, buffer in original._buffers.items():
@@ -348,9 +349,9 @@ def _copy_of(param: torch.Tensor, device: torch.device) -> torch.Tensor:
 class DataParallel(nn.Module):
     """Splits the batch between devices, runs a replica of `module` on each device, and concatenates the outputs.
 
-    Each forward pass creates the replicas, whose gradients accumulate in the module. The replicas run on threads in one
-    Python interpreter, and the module is copied in every step. `DistributedDataParallel`, with one process per device,
-    is faster.
+    Each forward pass creates the replicas, whose gradients accumulate in the module. `DistributedDataParallel`, with
+    one process per device, is faster, because the replicas of this class run on threads in one Python interpreter and
+    the module is copied in every step.
 
     Args:
         module: a module whose parameters are on the first device.
@@ -425,7 +426,7 @@ def apply_on_devices(
     kwargs: Mapping[str, object],
     call: Callable[..., object] | None = None,
 ) -> object:
-    """Calls replicas with parts of the batch; a single part is passed directly to `call`, by default the module."""
+    """Calls replicas with parts of the batch; a batch with one part is passed to `call` (by default the module)."""
     parts = scatter_arguments(args, kwargs, devices, dim)
     used = devices[: len(parts)]
     if len(used) == 1:

@@ -86,7 +86,7 @@ def _over_ranks(amount: torch.Tensor, group: ProcessGroup | None, norm_type: flo
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Extends `torch.amp.GradScaler` to `SharedModelOptimizer` and stages 2 and 3 of `ZeroRedundancyOptimizer`.
+    """Extends `torch.amp.GradScaler` to support `SharedModelOptimizer` and `ZeroRedundancyOptimizer` (stages 2 and 3).
 
     With these optimizers, each rank unscales the gradients that it owns. The ranks then agree on whether any gradient
     is infinite or NaN; they therefore skip the same steps and keep the same scale.
@@ -123,7 +123,7 @@ class GradScaler(torch.amp.GradScaler):
         self._group = None if group is None else resolve(group)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscales the gradients if `unscale_` has not, and steps the optimizer if all ranks' gradients are finite."""
+        """Unscales the gradients unless already done; steps the optimizer if the gradients of all ranks are finite."""
         if not isinstance(optimizer, PartitionedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer.is_scaled_alike = True

@@ -1,4 +1,4 @@
-"""Marks on gradients that an optimizer step has used; unmarked gradients are pending, for example during accumulation.
+"""Marks gradients that an optimizer step has used. Unmarked gradients are pending, for example during accumulation.
 
 After each optimizer step, an attribute of each gradient records the tensor version that the optimizer used. A later
 backward pass either accumulates into the gradient, which increments its version, or creates a new, unmarked gradient.
@@ -18,7 +18,7 @@ _USED = "_paceline_used"
 
 
 class GradientUse:
-    """Marks gradients as used through a step hook on all optimizers of this process.
+    """Marks gradients as used, by means of a step hook that runs for all optimizers in this process.
 
     Attributes:
         has_seen_step: whether an optimizer has stepped since the first call to `follow`.

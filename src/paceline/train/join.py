@@ -1,7 +1,8 @@
 """Join: a context for training on uneven inputs, in which ranks without inputs still participate in collectives.
 
 The protocol is the same as in `torch.distributed.algorithms.join`: each object that communicates in a training step is
-a `Joinable`. On a rank that has run out of inputs, its `JoinHook` runs the same collectives without contributing data.
+a `Joinable`. On a rank that has run out of inputs, the `JoinHook` of each object runs the same collectives without
+contributing data.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class JoinHook:
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """The settings of the `Join` context that a joinable is in."""
+    """The settings of the `Join` context to which a joinable belongs."""
 
     enable: bool = False
     throw_on_early_termination: bool = False

@@ -17,8 +17,9 @@ class Lion(Optimizer):
     Args:
         params: the parameters or parameter groups.
         lr: the learning rate; good values are 3 to 10 times smaller than for AdamW.
-        betas: the momentum coefficients; the first is for the update's direction, the second for the running average.
-        weight_decay: the decoupled weight decay; a good value is three to ten times AdamW's.
+        betas: the momentum coefficients; the first is used for the direction of the update, the second for the running
+            average.
+        weight_decay: the decoupled weight decay; good values are 3 to 10 times larger than for AdamW.
 
     Raises:
         ValueError: an argument is out of range.

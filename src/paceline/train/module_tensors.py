@@ -30,7 +30,7 @@ def accelerators_of(module: nn.Module) -> list[torch.device]:
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Allocates a page-locked host tensor with the dtype and layout of `tensor`; pageable memory if locking fails."""
+    """Allocates a host tensor with the dtype and layout of `tensor`, in page-locked memory unless locking fails."""
     strides = torch.empty_like(tensor, device="meta").stride()
     try:
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -66,7 +66,7 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: in
 def broadcast_bytes(views: list[torch.Tensor], group: ProcessGroup, root: int) -> None:
     """Copies the root's `byte_views`, which are on one device, to all ranks.
 
-    On an accelerator, the views are packed into one flat tensor, because a call for each of them would be slower.
+    On an accelerator, the views are packed into one flat tensor, because one call for each view would be slower.
     """
     if len(views) < 2 or views[0].is_cpu:
         group.broadcast(views, root)
@@ -126,7 +126,7 @@ class TrackedTensors:
 
 
 def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> TrackedTensors:
-    """Collects the tensors of a module in registration order; a tensor with several names appears under the first.
+    """Collects the tensors of a module in registration order; a tensor with several names has the first.
 
     Args:
         module: the module; an attribute that its class or `ignore_tensors` sets may list tensors to ignore.

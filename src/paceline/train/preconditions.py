@@ -1,4 +1,4 @@
-"""Checks before a module is wrapped: equal models on all ranks, supported tensors, existing devices, spare cores."""
+"""Checks that run before a module is wrapped: equal models, supported tensors, existing devices, spare cores."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def require_same_module(
             received it.
 
     Raises:
-        CollectiveMismatchError: models or options differ, or another rank has a problem; raised on every rank. For a
-            difference, the message lists the differing values and the ranks that have each value.
+        CollectiveMismatchError: models or options differ, or another rank has a problem; raised on every rank. If
+            models or options differ, the message lists the differing values and the ranks that have each value.
     """
     description = [] if problem is not None else describe_tensors(tracked)
     digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
@@ -189,7 +189,7 @@ def unsupported_reason(
     output_device: torch.device | None = None,
     has_delayed: bool = False,
 ) -> Exception | None:
-    """Returns an error if the module cannot be wrapped, or None.
+    """Returns the error that prevents the module from being wrapped, or None.
 
     Args:
         tracked: the module's tensors.

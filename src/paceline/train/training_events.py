@@ -1,4 +1,4 @@
-"""Recording of training events: steps, backward passes, gradient buckets and optimizer steps.
+"""Records training events: steps, backward passes, gradient buckets and optimizer steps.
 
 On an accelerator, forward passes, backward passes and optimizer steps are additionally recorded with device timestamps
 (`EventKind.DEVICE`).
@@ -114,7 +114,7 @@ class RecordedSteps:
 
 
 class RecordedBuckets:
-    """Records the progress of gradient buckets from computed to averaged.
+    """Records the progress of gradient buckets, from the computation of their gradients to the average.
 
     Args:
         name: the name of the wrapper, such as "ddp".

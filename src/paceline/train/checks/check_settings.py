@@ -17,7 +17,8 @@ class Checks:
 
     Attributes:
         are_on: whether gradients and replicas are checked.
-        every: the number of steps between comparisons of the replicas; None to choose it from the measured cost.
+        every: the number of steps between two comparisons of the replicas. If None, the number depends on the measured
+            cost.
     """
 
     are_on: bool
@@ -28,7 +29,7 @@ class Checks:
 
 
 def choose_checks(checks: bool | int | None) -> Checks:
-    """Returns the checks that `checks` selects; if it is None, uses the environment variable PACELINE_CHECKS.
+    """Returns the checks selected by `checks` or, if `checks` is None, by the environment variable PACELINE_CHECKS.
 
     Raises:
         ValueError: the argument is negative, or the variable is malformed.

@@ -49,7 +49,7 @@ class LabeledNorms:
 
     Attributes:
         labels: a label for each tensor.
-        norms: the copy of the norms to the host.
+        norms: the copy of the norms in host memory.
     """
 
     labels: list[tuple[str, int]]
@@ -57,7 +57,7 @@ class LabeledNorms:
 
 
 class DeviceNorms:
-    """Computes the maximum norm of each tensor on its device, batched into few kernels."""
+    """Computes the maximum norm of each tensor on its device, with few kernel launches."""
 
     def __init__(self) -> None:
         self._labels: dict[torch.device, list[tuple[str, int]]] = {}
@@ -68,7 +68,7 @@ class DeviceNorms:
         return bool(self._norms)
 
     def add(self, role: str, positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Enqueues the norms of floating-point and complex tensors, labeled with `role` and their positions."""
+        """Enqueues the norm computation of floating-point and complex tensors, labeled with role and position."""
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
         for position, tensor in zip(positions, tensors, strict=True):
             if tensor.numel() and (tensor.dtype in _FLOATS or tensor.is_complex()):
@@ -208,7 +208,7 @@ def _batches(small: Sequence[tuple[_Digest, torch.Tensor]]) -> list[list[tuple[_
 
 
 def _sums_of_small(memories: Sequence[torch.Tensor], factors: torch.Tensor) -> torch.Tensor:
-    """Sums the words of each tensor, padded with zeros, as differences between entries of one cumulative sum."""
+    """Computes the sum of each zero-padded tensor's words as the difference between two entries of a cumulative sum."""
     device = memories[0].device
     zeros = torch.zeros(8, dtype=torch.uint8, device=device)
     padded = [part for memory in memories for part in (memory, zeros[: -memory.numel() % 8])]

@@ -81,8 +81,8 @@ class NonFiniteGradients:
     Attributes:
         rank: the rank that computed the gradients.
         step: the index of the backward pass; only backward passes whose gradients were averaged are counted.
-        gradients: the gradients that are not finite, in the order of the module; empty if only parameters were found.
-        count: the number of parameters that the module trains.
+        gradients: the gradients that are not finite, in the module's order; empty if only parameters are not finite.
+        count: the number of trained parameters in the module.
         parameters: the parameters that were already non-finite before the backward pass.
     """
 
@@ -271,9 +271,9 @@ class GradientCheck:
         """Checks this rank's gradients before they are averaged in place.
 
         Args:
-            names: the names of their parameters, roughly in the order in which the gradients were computed.
+            names: the names of the gradients' parameters, roughly in the order in which the gradients were computed.
             tensors: the gradients, all on one device, possibly followed by tensors that do not belong to a parameter.
-            pieces: the address and the length in bytes of each tensor, alternating.
+            pieces: a flat sequence that contains the address and the length in bytes of each tensor.
             dtype: the code of the tensors' dtype.
         """
         if not self._bytes:
@@ -305,13 +305,13 @@ class GradientCheck:
             self._cost_s += time.perf_counter() - started
 
     def averaged(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Includes averages outside the gradients' memory in the check at the end of the backward pass."""
+        """Adds averages that are stored outside the gradients' memory to the check at the end of the backward pass."""
         if self._bytes:
             self._seen += self._chosen([tensor for tensor in tensors if tensor.is_cpu])
             self._seen_on_device += [tensor for tensor in tensors if not tensor.is_cpu]
 
     def _look_on_device(self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, keep: bool = True) -> None:
-        """Enqueues the norms of gradients; if `keep` is true, the same memory is checked again for averages."""
+        """Enqueues the norms of gradients; if `keep` is True, the same memory is checked again after averaging."""
         if is_capturing(tensors[0].device):
             return
         values = [
@@ -398,7 +398,7 @@ class GradientCheck:
         self._outcomes.append(DeviceOutcome(step, self._norms.enqueue_copies()))
 
     def _judge_outcomes(self) -> None:
-        """Evaluates, in order, the steps whose norms are complete."""
+        """Evaluates the steps whose norms are available, in the order of the steps."""
         if self._outcomes and any(is_capturing(param.device) for param in self._params[:1]):
             return
         while self._outcomes and self._outcomes[0].is_complete():
@@ -432,7 +432,8 @@ class GradientCheck:
 
         Args:
             optimizer: the optimizer that has stepped.
-            found_inf: a number on a device, nonzero if the optimizer skipped the step; None if it did not skip.
+            found_inf: a number on a device, nonzero if the optimizer skipped the step; None if the step was not
+                skipped.
         """
         if any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"]):
             for outcome in self._outcomes:
@@ -442,7 +443,7 @@ class GradientCheck:
             self._follow_steps()
 
     def warn_pending(self) -> None:
-        """Warns about non-finite gradients that were not applied; called at exit, as they may have caused it."""
+        """Warns at exit about non-finite gradients that were not applied, because they may have caused the exit."""
         with contextlib.suppress(RuntimeError):  # a device may have failed
             self._judge_outcomes()
         self._warn(self.history.applied(), applied=False)

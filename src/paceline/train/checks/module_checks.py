@@ -22,7 +22,8 @@ class ModuleChecks:
         tracked: the module's tensors.
         group: the process group of the ranks.
         checks: the user's settings.
-        with_buffers: whether buffers are compared too; they must then be equal on all ranks when a backward pass ends.
+        with_buffers: whether buffers are compared too. If True, the buffers must be equal on all ranks when a backward
+            pass ends.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class ModuleChecks:
             self._gradients.look_at(list(found), list(found.values()))
 
     def averaged(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Includes averages outside the gradients' memory in the check; see `GradientCheck.averaged`."""
+        """Adds averages that are stored outside the gradients' memory to the check; see `GradientCheck.averaged`."""
         if self._gradients is not None:
             self._gradients.averaged([gradient for gradient in gradients if gradient is not None])
 
@@ -72,7 +73,7 @@ class ModuleChecks:
             self._replicas.end(self._step)
 
     def make_fewer_steps(self) -> None:
-        """Excludes optimizers from comparisons, because this rank's optimizers step less often than other ranks'."""
+        """Excludes optimizers from comparisons, because they step less often on this rank than on other ranks."""
         self.is_uneven = True
         if self._replicas is not None:
             self._replicas.compares_optimizers = False

@@ -13,7 +13,7 @@ _GROWTH = 1.01  # the shortest duration grows by this factor per step, to follow
 
 
 class StepClock:
-    """Measures the step duration as the shortest recent one, because longer steps may include an evaluation."""
+    """Measures the step duration as the shortest recent duration, because longer steps may include an evaluation."""
 
     def __init__(self) -> None:
         self.shortest_s = math.inf
@@ -33,7 +33,7 @@ class CheckInterval:
         share: the maximum share of the training time that the check may take, from 0 to 1.
         first: the first step in which the check runs.
         least: the minimum number of steps between two runs.
-        fixed: a fixed number of steps between two runs; None to choose the number from the measured cost.
+        fixed: a fixed number of steps between two runs. If None, the number depends on the measured cost.
     """
 
     def __init__(self, share: float, *, first: int = 1, least: int = 1, fixed: int | None = None) -> None:
@@ -52,7 +52,7 @@ class CheckInterval:
 
         Args:
             step: the step of the latest run.
-            cost_s: the duration of that run.
+            cost_s: the duration of the latest run in seconds.
             step_s: the duration of a training step in seconds; infinite if not measured yet.
         """
         self._cost_s = min(cost_s, 2 * self._cost_s)  # limits the effect of a run that waited for a core
@@ -68,13 +68,14 @@ class StepListener(Protocol):
 
         Args:
             optimizer: the optimizer that has stepped.
-            found_inf: a number on a device, nonzero if the optimizer skipped the step; None if it did not skip.
+            found_inf: a number on a device, nonzero if the optimizer skipped the step; None if the step was not
+                skipped.
         """
         ...
 
 
 class OptimizerSteps:
-    """Records the optimizers that have stepped and calls listeners after each step; references to both are weak."""
+    """Records the optimizers that have stepped, and calls listeners after each step; holds weak references to both."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -32,7 +32,8 @@ class RankDigests:
     """The digests of one part of the state on one rank.
 
     Attributes:
-        shape: a digest of the value names, or 0 if there are none. Ranks are compared only if their names are equal.
+        shape: a digest of the names of the values, or 0 if there are no values. Ranks are compared only if the names
+            are equal.
         total: a digest of the values.
     """
 
@@ -42,7 +43,7 @@ class RankDigests:
 
 @dataclass(frozen=True)
 class DisagreeingRanks:
-    """Ranks with different values, grouped into sides that have equal values; the largest side is first."""
+    """Ranks with different values, grouped into sides. A side's ranks have equal values; the largest side is first."""
 
     sides: tuple[tuple[int, ...], ...]
 
@@ -101,7 +102,7 @@ class ReplicaDifference:
 
     Attributes:
         part: the name of the part, such as "parameters".
-        sides: the ranks that differ, by their numbers in the group.
+        sides: the ranks that differ, as ranks in the group.
         names: the names of the values that differ, in the order of the module.
         count: the total number of values in the part.
     """
@@ -243,7 +244,7 @@ class _CheckResults:
 
 @dataclass(frozen=True)
 class _EnqueuedCheck:
-    """A check whose digests a device is still computing: its step, the parts of the state, and its cost so far."""
+    """A check whose digests a device is still computing: the step, the parts of the state, and the cost so far."""
 
     step: int
     parts: Mapping[str, StateDigests]
@@ -263,8 +264,9 @@ class ReplicaCheck:
         module: the wrapped module.
         ignored: the names of tensors that may differ.
         group: the process group of the ranks.
-        every: the number of steps between two checks; None to choose it from the measured cost.
-        with_buffers: whether buffers are compared too; they must then be equal on all ranks when a backward pass ends.
+        every: the number of steps between two checks. If None, the number depends on the measured cost.
+        with_buffers: whether buffers are compared too. If True, the buffers must be equal on all ranks when a backward
+            pass ends.
     """
 
     def __init__(
@@ -361,7 +363,7 @@ def check_replicas(
     random_state: bool = False,
     raises: bool = True,
 ) -> list[ReplicaDifference]:
-    """Compares the parameters and buffers of `module` and the state of its optimizer across all ranks.
+    """Compares the parameters and buffers of `module` and the state of `optimizer` across all ranks.
 
     Every rank must call this function at the same point. Running statistics differ after a forward pass in training
     mode, so compare a module with such buffers right after its buffers have been copied.
@@ -371,7 +373,7 @@ def check_replicas(
         optimizer: the module's optimizer or optimizers, whose settings and states are compared too.
         group: the ranks; the default group if None.
         random_state: whether the states of torch's and Python's random number generators on the CPU are compared.
-        raises: whether a difference raises an error.
+        raises: whether to raise an error if replicas differ.
 
     Returns:
         The parts of the state that differ; the list is the same on every rank.

@@ -1,4 +1,4 @@
-"""IndexedBatches and StreamBatches: read a rank's batches from an indexable dataset or a stream with a DataLoader.
+"""IndexedBatches and StreamBatches: use a DataLoader to read a rank's batches from an indexable dataset or a stream.
 
 `StreamReader` reads a stream sequentially and returns one rank's part of each step.
 """
@@ -28,7 +28,8 @@ class IndexedBatches:
     def read(self, count: int, index_of: Callable[[int], int], sharding: BatchSharding) -> Iterator[tuple[Any, int]]:
         """Yields this rank's batches for `count` places, each with the place at which its step ends.
 
-        Indices are computed lazily, so the cost of a change of ranks does not depend on the length of the epoch.
+        Indices are computed lazily, so the cost of changing the set of ranks does not depend on the length of the
+        epoch.
 
         Args:
             count: the number of places.
@@ -39,7 +40,7 @@ class IndexedBatches:
         self._indices.upcoming = (
             [index_of(place) for place in shard.places] for shard in step_shards(0, count, sharding)
         )
-        # The DataLoader returns batches in the order of its requests.
+        # The DataLoader returns batches in the order in which they were requested.
         for shard, batch in zip(step_shards(0, count, sharding), self._loader, strict=True):
             yield batch, shard.end
 
@@ -48,7 +49,7 @@ class _Indices:
     """The DataLoader's batch sampler, which yields the indices of the remaining batches.
 
     The sampler must not reference the owner of the DataLoader. With a reference cycle, the garbage collector may close
-    the queues of the worker processes first, after which torch waits five seconds for each process.
+    the queues of the worker processes first, and torch would then wait five seconds for each process.
     """
 
     upcoming: Iterable[list[int]]
@@ -129,7 +130,7 @@ class StreamBatches:
 
 
 class _RequestSampler:
-    """The DataLoader's sampler, which yields requests, possibly without end."""
+    """The DataLoader's sampler, which yields requests, possibly indefinitely."""
 
     upcoming: Iterable[StepRequest]
 
@@ -188,15 +189,15 @@ def _hidden_worker_info() -> Iterator[None]:
 class StreamReader:
     """Reads one epoch of `dataset`, beginning at `start`.
 
-    The reader uses a shallow copy of the dataset. Iterating, or loading a state, may therefore set attributes without
-    affecting the next epoch.
+    The reader uses a shallow copy of the dataset. Iterating over the copy or loading a state into it may therefore set
+    attributes without affecting the next epoch.
 
     Args:
         dataset: the whole stream, which yields the same samples in every process.
         epoch: the argument for the dataset's `set_epoch`, if the dataset has this method.
         start: the position at which to begin. To reach it, the reader uses the first of these that exists: the state in
             `start`, the dataset's `skip`, the iterator's `advance`. If none exists, it reads all earlier samples.
-        keeps_states: whether a bookmark includes the state of the stream.
+        keeps_states: whether bookmarks include the state of the stream.
 
     Raises:
         TypeError: a state is needed but the stream provides none, or a method returned an unexpected value.
@@ -250,7 +251,7 @@ class StreamReader:
         return self._take_own(sharding, start) if self._advances else self._take_among_all(sharding)
 
     def pick(self, places: tuple[int, ...]) -> list[Any]:
-        """Returns the samples at `places`, which must be in ascending order, skipping all others.
+        """Returns the samples at `places`, which must be in ascending order; skips all other samples.
 
         Raises:
             ValueError: the stream ended before the last place.
@@ -269,8 +270,9 @@ class StreamReader:
     def _take_among_all(self, sharding: BatchSharding) -> list[Any]:
         """Reads every sample in the step, and keeps those that belong to this rank.
 
-        This rank's part of the last step depends on the number of remaining samples. Until this number is known, all
-        samples that may belong to this rank are kept: at most about a quarter of a step, or one batch if that is more.
+        This rank's part of the last step depends on the number of remaining samples. Until this number is known, the
+        reader keeps all samples that may belong to this rank: at most about a quarter of a step or one batch, whichever
+        is larger.
         """
         kept: deque[Any] = deque()
         end = sharding.places(sharding.step).stop
@@ -286,7 +288,7 @@ class StreamReader:
         return [kept[place - first] for place in sharding.places(count)]
 
     def _take_own(self, sharding: BatchSharding, start: StreamPosition) -> list[Any]:
-        """Reads this rank's samples in the step and advances past all others; reads an incomplete step twice."""
+        """Reads this rank's samples in the step and skips all other samples; reads an incomplete step twice."""
         places = sharding.places(sharding.step)
         self.skip_samples(places.start)
         samples = self._next(len(places))

@@ -1,7 +1,7 @@
 """The order of an epoch's samples, their division among ranks, and the samples that remain.
 
 All functions in this module are pure. Every rank computes the same results, so the ranks agree without communication.
-In an elastic job, the ranks may change between two batches.
+In an elastic job, the set of ranks may change between two batches.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ class StreamPosition(NamedTuple):
 
 
 class StepShard(NamedTuple):
-    """The `places` that one rank reads in a step, in epoch order; `end` is the place after the step on all ranks."""
+    """The `places` that one rank reads in a step, in epoch order; `end` is the first place after the whole step."""
 
     places: tuple[int, ...]
     end: int
 
 
 class BatchSharding(NamedTuple):
-    """The division of a step's samples among ranks, from the point of view of one rank.
+    """The division of a step's samples among ranks, and the index of the rank that uses this object.
 
     A step consists of `num_replicas * batch_size` consecutive samples, of which rank 0 reads the first. If too few
-    samples remain for a full step, `remainder` determines their treatment:
+    samples remain for a full step, `remainder` determines what happens to them:
 
     - "share": The samples are divided as evenly as possible. Ranks without a sample skip the step.
-    - "repeat": The samples are divided as with "share", and ranks without a sample repeat another rank's.
+    - "repeat": The samples are divided as with "share", and each rank without a sample repeats a sample of another
+      rank.
     - "drop": The samples are skipped.
     """
 
@@ -190,7 +191,7 @@ class EpochStep:
     count: int
 
     def places_of(self, rank: int) -> list[int]:
-        """Returns a rank's places, without places that it only repeats.
+        """Returns the places that are assigned to a rank, without places that the rank only repeats.
 
         >>> step = EpochStep(RemainingSamples(4, 9), ranks=3, count=2)
         >>> [step.places_of(rank) for rank in range(3)]
@@ -206,16 +207,16 @@ def sharding_for(slot: RankSlot, batch_size: int, remainder: Remainder) -> Batch
 
 
 class BatchAssigner(Protocol):
-    """Interface that selects the ranks for each batch in an elastic job, whose ranks may change during an epoch."""
+    """Interface of objects that select the ranks for each batch in an elastic job, in which the ranks may change."""
 
     def begin_batch(self) -> RankSlot:
         """Returns this rank's slot in the next batch."""
         ...
 
     def batch_delivered(self, *, counts: bool) -> None:
-        """Runs before the loop receives its batch; `counts` is False if the samples belong to another rank."""
+        """Runs before the training loop receives a batch; `counts` is False if the samples belong to another rank."""
         ...
 
     def end_batch(self) -> None:
-        """Runs when the loop requests the next batch."""
+        """Runs when the training loop requests the next batch."""
         ...

@@ -69,15 +69,15 @@ class StatefulLoader(Generic[Sample]):
     communication. Every rank and every loader worker reads the whole stream and keeps its own part, unless the stream
     supports one of these methods:
 
-    - `advance(n)` on the iterator skips n samples without producing them, and returns their number. The samples of
-      other ranks then cost no more than this call.
+    - `advance(n)` on the iterator skips n samples without producing them, and returns their number. Skipping the
+      samples of other ranks then costs no more than this call.
     - `skip(n)` on the dataset returns a dataset without the first n samples. The loader calls it to resume an epoch;
       without it, the loader reads earlier samples again or skips them with `advance`.
     - `state_dict` and `load_state_dict` on the dataset or its iterator save and restore the position, if
       `dataset_state` is True. Resuming an epoch then reads at most one step again.
 
-    If the dataset has the method `set_epoch`, the method is called with the epoch before each pass over the dataset,
-    including in workers.
+    If the dataset has a method `set_epoch`, every process that reads the dataset, including workers, calls this method
+    with the epoch before each pass.
 
     In an epoch, a stream must yield the same samples in the same order to every rank and in every pass. While a stream
     is read, `get_worker_info` returns None even in workers, so a dataset does not split itself.
@@ -85,13 +85,13 @@ class StatefulLoader(Generic[Sample]):
     Args:
         dataset: an indexable dataset with a length, or an `IterableDataset`.
         batch_size: the number of samples per rank in a step.
-        shuffle, seed: whether to permute the indices, seeded with `seed` plus the epoch; the same on every rank. By
-            default, indexable datasets are shuffled. A stream always keeps its own order.
-        num_replicas, rank: the number of parts and the index of the part to read; the default group's size and rank at
-            each iteration if None.
-        remainder: the treatment of the last samples if they do not fill a step. "share" divides them; if there are
-            fewer samples than ranks, some ranks have one step fewer. "repeat" divides them, and ranks without a sample
-            repeat another rank's. "drop" skips them.
+        shuffle, seed: whether to permute the indices, and the seed, to which the epoch is added. Both must be the same
+            on every rank. By default, indexable datasets are shuffled. A stream always keeps its own order.
+        num_replicas, rank: the number of parts and the index of the part to read; if None, the default group's size and
+            rank at the start of each iteration.
+        remainder: the handling of the last samples if they do not fill a step. "share" divides them; if there are fewer
+            samples than ranks, some ranks have one step fewer. "repeat" divides them, and each rank without a sample
+            repeats a sample of another rank. "drop" skips them.
         dataset_state: whether to save the state of the stream with each position and resume from it. The state must be
             exact: after loading a state that was saved after n samples, any process must continue with sample n.
             Workers send the state with each batch, so it should be small.
@@ -170,7 +170,7 @@ class StatefulLoader(Generic[Sample]):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the rest of the epoch, and invalidates an earlier iterator that was not exhausted."""
+        """Yields the rest of the epoch, and invalidates any earlier iterator that was not exhausted."""
         self._iteration += 1
         if self._assigner is not None:
             return self._iterate_assigned(self._iteration, self._assigner)
@@ -195,7 +195,7 @@ class StatefulLoader(Generic[Sample]):
         """Returns the position in the epoch after the batches yielded so far.
 
         The state is the same on every rank, unless some ranks skip the last step. Rank 0 never skips a step, so save
-        the state of rank 0. With `dataset_state`, it includes the state of the stream.
+        the state of rank 0. With `dataset_state`, the returned position includes the state of the stream.
         """
         state: dict[str, Any] = {
             "epoch": self.epoch,

@@ -20,7 +20,7 @@ class DistributedSampler(Sampler[int]):
 
     All ranks get the same number of samples: the first samples are repeated or, with `drop_last`, the last samples are
     skipped. Call `set_epoch` before each epoch; without it, every epoch has the same order. A program that never calls
-    `set_epoch` gets one warning, after reading more than half of the samples for the second time.
+    `set_epoch` gets one warning, when it has read more than half of the samples a second time.
 
     Args:
         dataset: an object with a length.
@@ -30,7 +30,8 @@ class DistributedSampler(Sampler[int]):
         drop_last: whether to skip samples that cannot be divided evenly.
 
     Raises:
-        ValueError: `rank` is not from 0 to `num_replicas` - 1, or one is None and there is no default group.
+        ValueError: `rank` is not between 0 and `num_replicas` - 1, or either argument is None and there is no default
+            group.
 
     >>> list(DistributedSampler(range(5), num_replicas=2, rank=1, shuffle=False))
     [1, 3, 0]
@@ -111,10 +112,10 @@ class DistributedSampler(Sampler[int]):
 
 
 def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Returns `num_replicas` and `rank`, or the default group's size and rank where they are None.
+    """Returns `num_replicas` and `rank`, each replaced with the default group's size or rank if it is None.
 
     Raises:
-        ValueError: `num_replicas` is less than 1, or `rank` is not from 0 to `num_replicas` - 1.
+        ValueError: `num_replicas` is less than 1, or `rank` is not between 0 and `num_replicas` - 1.
     """
     num_replicas = get_world_size() if num_replicas is None else num_replicas
     rank = get_rank() if rank is None else rank
@@ -128,7 +129,7 @@ def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 class DistributedEvalSampler(Sampler[int]):
     """Yields the indices of one rank's part of `dataset`, in order, without repeating or skipping samples.
 
-    Every sample belongs to exactly one rank. Lengths differ by at most one between ranks, so evaluate without
+    Every sample belongs to exactly one rank. The number of samples may differ by one between ranks, so evaluate without
     collectives (`DistributedDataParallel` does not call any in `eval` mode under `no_grad`), and combine the results
     with `gather` or `mean_over_samples`.
 
@@ -137,7 +138,8 @@ class DistributedEvalSampler(Sampler[int]):
         num_replicas, rank: the number of parts and the part to take; the default group's world size and rank if None.
 
     Raises:
-        ValueError: `rank` is not from 0 to `num_replicas` - 1, or one is None and there is no default group.
+        ValueError: `rank` is not between 0 and `num_replicas` - 1, or either argument is None and there is no default
+            group.
 
     >>> list(DistributedEvalSampler(range(5), num_replicas=2, rank=1))
     [1, 3]

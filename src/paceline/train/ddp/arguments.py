@@ -77,7 +77,7 @@ def choose_bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence
 
 
 def choose_reduce_dtype(mixed_precision: _MixedPrecision | None) -> torch.dtype | None:
-    """Returns the dtype in which gradients are averaged; None to average each gradient in its own dtype.
+    """Returns the dtype in which gradients are averaged, or None if each gradient is averaged in its own dtype.
 
     Raises:
         ValueError: the argument requests a cast of parameters or buffers.
@@ -102,10 +102,11 @@ def require_whole_pairs(
     delay_all_reduce_named_params: object,
     param_to_hook_all_reduce: object,
 ) -> None:
-    """Checks combinations of arguments that depend on or exclude each other.
+    """Checks that dependent arguments are given together, and that mutually exclusive arguments are not.
 
     Raises:
-        ValueError: an argument is given without the argument on which it depends, or with one that excludes it.
+        ValueError: an argument is given without another argument that it requires, or together with an incompatible
+            argument.
     """
     if deterministic != (logical_shards is not None) or (deterministic and device_ids):
         raise ValueError(

@@ -19,14 +19,14 @@ FIRST_BUCKET_BYTES = 1 * MIB
 
 @dataclass(frozen=True)
 class Bucket:
-    """The indices of parameters with one dtype whose gradients are reduced in one call, and their size in bytes."""
+    """The indices and the total size in bytes of parameters with one dtype, whose gradients are reduced in one call."""
 
     params: tuple[int, ...]
     nbytes: int
 
 
 def caps_of(cap_bytes: int) -> tuple[int, int]:
-    """Returns the maximum sizes of the first bucket and of all others; a small first bucket starts reduction early."""
+    """Returns the maximum sizes of the first bucket and of all later buckets; a small first bucket is reduced early."""
     return min(FIRST_BUCKET_BYTES, cap_bytes), cap_bytes
 
 
@@ -47,12 +47,12 @@ def make_buckets(
 
     Args:
         sizes: the size of each parameter in bytes, in the order of registration.
-        dtypes: the parameters' dtypes, or other values that must be equal in a bucket.
+        dtypes: the parameters' dtypes, or other values that must be equal within a bucket.
         caps_bytes: the maximum sizes in bytes of each dtype's first bucket, second bucket and so on; the last entry
             applies to all further buckets.
         order: all parameter indices, in the order in which a backward pass computed the gradients.
-        may_exceed: whether a bucket may exceed its maximum size by the last parameter added, as in torch. If False, the
-            parameter starts a new bucket.
+        may_exceed: whether the last parameter added to a bucket may exceed the bucket's maximum size, as in torch. If
+            False, such a parameter starts a new bucket.
 
     >>> make_buckets([4, 4, 4], ["float32"] * 3, caps_bytes=[4, 8])
     [Bucket(params=(2,), nbytes=4), Bucket(params=(1, 0), nbytes=8)]

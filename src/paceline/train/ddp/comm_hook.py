@@ -187,7 +187,7 @@ class CommHook:
         flat = memory.tensors[0] if memory.views is not None else torch.cat(_flat_views(memory.tensors))
         bucket = GradBucket(index, is_last, flat, gradients.params)
         future = self._hook(self._state, bucket)
-        # `torch.futures.Future.then` returns an instance of torch._C.Future, its base class.
+        # `torch.futures.Future.then` returns an instance of the base class, torch._C.Future.
         if not isinstance(future, (torch._C.Future, DeferredFuture, Work)):
             raise TypeError(
                 f"the communication hook {self.name} returned {type(future).__name__}; it must return a "

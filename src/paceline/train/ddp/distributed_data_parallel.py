@@ -131,17 +131,19 @@ class DistributedDataParallel(nn.Module, Joinable):
             of two, at least the number of ranks. Each shard is computed separately. Runs with the same number of shards
             produce bitwise equal results.
         seed: with `deterministic`, the seed of the shards' random numbers.
-        overlap: whether gradients are reduced while backward computes others. If None, reduction overlaps on GPUs, and
-            on the CPU if every rank has a spare core (see docs/data-parallel.md).
+        overlap: whether gradients are reduced while backward computes further gradients. If None, reduction overlaps on
+            GPUs, and on the CPU if every rank has a spare core (see docs/data-parallel.md).
         checks: whether to warn about non-finite gradients and differing replicas (see docs/data-parallel.md). An
-            integer specifies the number of steps between comparisons of the replicas. If None, PACELINE_CHECKS applies.
+            integer is the number of steps between two comparisons of the replicas. If None, the environment variable
+            PACELINE_CHECKS applies.
         wire: the format to which gradients are rounded between hosts, with error feedback: "bf16", "int8" or "int4"
             (see docs/slow-networks.md); the group's wire if None.
 
     Raises:
         CollectiveMismatchError: the models, or these arguments, differ between ranks; raised on every rank.
-        ValueError: a parameter is on a device for which the group has no engine, or not on the first of `device_ids`;
-            a GPU in `device_ids` or `output_device` does not exist; or arguments contradict each other.
+        ValueError: a parameter is on a device for which the group has no engine, or is not on the first device in
+            `device_ids`; a GPU in `device_ids` or `output_device` does not exist; or arguments conflict with each
+            other.
         RuntimeError: no parameter requires a gradient.
         TypeError: the module has parameters of a dtype that cannot be averaged, or `process_group` is not a Paceline
             group.
@@ -364,7 +366,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context that disables averaging: backward passes through its forward passes only accumulate.
+        """Returns a context that disables averaging. Gradients of forward passes in the context only accumulate.
 
         The backward pass through the first forward pass after the context averages the accumulated gradients.
         """
@@ -377,12 +379,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Registers a hook that averages each bucket of gradients in place of the engine.
+        """Registers a hook that averages each bucket of gradients instead of the engine.
 
         The hook is called as `hook(state, bucket)` with a `GradBucket`. It returns a `torch.futures.Future` for the
         averaged flat buffer, or the `Work` from a collective that was called on this buffer with `async_op=True`. Every
         rank must register the same hook. `paceline.parallel.hooks` provides hooks that compress gradients. In a second
-        backward pass through the same forward pass, the hook receives gradients that include already averaged ones.
+        backward pass through the same forward pass, the hook receives gradients that include the averages from the
+        first.
 
         Raises:
             TypeError: `hook` is not callable.
@@ -406,7 +409,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._checks.allow_differences()  # the hook may average over a subset of the ranks
 
     def communication_wait_s(self) -> float:
-        """Returns the total time, in seconds, spent on averaging and waiting for other ranks after backward passes."""
+        """Returns the total time, in seconds, spent averaging and waiting for other ranks after backward passes."""
         return self._reducer.wait_s
 
     def weight(self, weight: float) -> None:
@@ -511,7 +514,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             divide_by_initial_world_size: whether gradients are divided by the total number of ranks, which weights all
                 inputs equally. If False, they are divided by the number of ranks that still have inputs.
             enable: whether the context has any effect.
-            throw_on_early_termination: whether all ranks raise an error as soon as one has run out.
+            throw_on_early_termination: whether all ranks raise an error as soon as one rank has run out.
 
         Example::
 
@@ -687,7 +690,7 @@ DistributedDataParallelCPU = DistributedDataParallel
 
 @dataclass(frozen=True)
 class _Step:
-    """Per-rank flags for a step: whether the rank has inputs, averages gradients, and sends its buffers beforehand."""
+    """Per-rank flags for a step: whether the rank has inputs, averages gradients, and sends buffers before forward."""
 
     is_active: list[bool]
     averages: list[bool]
@@ -763,7 +766,7 @@ class DdpJoinHook(JoinHook):
             self._own_gradients = before
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies the model from a rank that trained longest; restores the gradients from before this rank ran out."""
+        """Copies the model from a rank that trained longest; restores this rank's gradients from its own last step."""
         root = self._steps.last_rank(is_last_joiner)
         tensors = self._watched.current_tensors(with_buffers=self._syncs_buffers)
         broadcast_tensors(tensors, self._averager.group, root)

@@ -46,7 +46,7 @@ def missing_gradient_text(
 
 
 def late_gradient_text(name: str, static_graph: bool) -> str:
-    """Returns the error message about a parameter that received a gradient after reduction of its bucket started."""
+    """Returns the error message about a parameter that received a gradient after its bucket's reduction had started."""
     if static_graph:
         return (
             f"parameter {name!r} got more gradients than in the first backward; static_graph=True requires that all "
@@ -60,7 +60,7 @@ def late_gradient_text(name: str, static_graph: bool) -> str:
 
 
 def averaging_context(module: str, reduction: int, forwards: int) -> str:
-    """Returns a text to append to the error message from a call that averages gradients."""
+    """Returns text to append to the error message of a call that averages gradients."""
     return (
         f"This call averages the gradients of {module} for the {ordinal(reduction)} time, after {forwards} forward "
         "passes of this rank. Every rank must perform the same forward and backward passes: a backward pass that one "
@@ -70,7 +70,7 @@ def averaging_context(module: str, reduction: int, forwards: int) -> str:
 
 
 def sending_buffers_context(module: str, forward: int, awaits_backward: bool) -> str:
-    """Returns a text to append to the error message from a call that copies buffers before a forward pass."""
+    """Returns text to append to the error message of a call that copies buffers before a forward pass."""
     skipped = (
         " The preceding forward pass had no backward pass on this rank: call backward() on its result, or run it under "
         "torch.no_grad() or model.no_sync() on every rank."

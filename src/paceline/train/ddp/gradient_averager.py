@@ -1,7 +1,7 @@
 """GradientAverager: averages the gradients of a module over the ranks, one bucket at a time.
 
 `BucketWires` keeps the wire of each bucket whose gradients are rounded between hosts. `SameBatches` compares the ranks'
-batches. `DelayedParameters` averages some parameters separately from all others.
+batches. `DelayedParameters` averages the gradients of some parameters separately from all other gradients.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _MOST_BYTES = 1 << 16  # only this many leading bytes of each tensor are hashed
 class GradientAverager:
     """Averages the gradients of a module over the ranks in `group`, in place.
 
-    Reductions start strictly in bucket order, regardless of the order in which buckets become full: collectives must
-    run in the same order on every rank, and autograd's order may differ between ranks. Autograd uses one thread per
+    Reductions start strictly in bucket order, regardless of the order in which buckets become full, because collectives
+    must run in the same order on every rank and autograd's order may differ between ranks. Autograd uses one thread per
     device, so the caller must serialize calls to the methods that run during a backward pass.
 
     Initially, buckets are filled in reverse order of registration. On an accelerator, they are rebuilt after the first
@@ -191,7 +191,8 @@ class GradientAverager:
     def _start_full(self) -> None:
         """Starts reducing full buckets on the group's progress thread, strictly in order.
 
-        A gradient that shares its memory is averaged in a copy, because the running backward pass may still read it.
+        A gradient that shares memory with other tensors is averaged in a copy, because the running backward pass may
+        still read it.
         """
         while self._next < self._early and self._left[self._next] == 0:
             gradients = self.gradients.active[self._next]
@@ -210,7 +211,7 @@ class GradientAverager:
     # - Methods that run when backward ends
 
     def record_static(self) -> bool:
-        """Records, in a static graph's first backward pass, how many gradients each parameter gets on which ranks.
+        """Records, in a static graph's first backward pass, the number of gradients that each parameter receives.
 
         Returns:
             False if no rank has a gradient for the module's parameters, so the first backward pass is yet to run.
@@ -260,9 +261,9 @@ class GradientAverager:
     def average_again(self, copy_shared: bool) -> None:
         """Averages the gradients once more, after a further backward pass (REPEATING in `reducer.py`).
 
-        If gradients are missing, only those that at least one rank has are averaged. A rank without any gradient does
-        not call a collective, because the backward pass may be a `torch.autograd.grad` for other tensors on this rank
-        only.
+        If gradients are missing, the average includes only gradients that at least one rank has. A rank without any
+        gradient does not call a collective, because the backward pass may be a `torch.autograd.grad` for other tensors
+        that only this rank runs.
         """
         if self._find_unused or not self.gradients.are_incomplete():
             self.average_rest(copy_shared)
@@ -280,8 +281,8 @@ class GradientAverager:
             self._checks.forget()
             return False
         if have_aliases(memories):
-            # With a different batch size on another rank, these gradients may not overlap there. Copies give all ranks
-            # the same memory layout.
+            # On a rank with a different batch size, these gradients may not overlap. Copies have the same memory layout
+            # on all ranks.
             memories = _collect(rest, copy_shared=True)
         if self.comm_hook is None and memories and not self._same_batches.is_over:
             self._same_batches.add_to(memories[-1], rest[-1][1].dtype)
@@ -418,7 +419,7 @@ class DelegatingAverager(GradientAverager):
         self._averages = averages
 
     def make_static(self) -> None:
-        """Allows backward passes without gradients for some parameters, the only effect of a static graph here."""
+        """Allows some parameters to receive no gradient, which is the only effect of a static graph in this class."""
         self._find_unused = True
 
     def before_forward(self, inputs: object) -> None:
@@ -436,7 +437,7 @@ class DelegatingAverager(GradientAverager):
     def average_again(self, copy_shared: bool) -> None:
         """Averages the gradients once more, after a further backward pass (REPEATING in `reducer.py`).
 
-        Does nothing if no parameter has a gradient: such a backward pass computed gradients of other tensors.
+        Does nothing if no parameter has a gradient, because such a backward pass computed gradients of other tensors.
         """
         if self.gradients.any_present():
             self._average()
@@ -474,17 +475,17 @@ class BucketWires:
 def choose_wire(
     wire: WireKind | None, group: ProcessGroup, excluded: Mapping[str, bool], params: Mapping[str, nn.Parameter]
 ) -> tuple[WireKind | None, Exception | None]:
-    """Returns the format for rounding gradients between hosts, and an error (or None) if rounding is impossible.
+    """Returns the format for rounding gradients between hosts, and an error if rounding is impossible, otherwise None.
 
     Args:
         wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the
             parameters allow it.
         group: the process group of the ranks.
-        excluded: arguments that exclude `wire`, each with a flag for whether it was given.
+        excluded: arguments that are incompatible with `wire`, each with a flag that is True if the argument was given.
         params: the trained parameters by name.
 
     Raises:
-        ValueError: `wire` is not a known format, or another argument excludes it.
+        ValueError: `wire` is not a known format, or is given together with an incompatible argument.
     """
     given = [name for name, is_given in excluded.items() if is_given]
     if wire is not None and given:
@@ -573,7 +574,7 @@ class SameBatches:
 
 
 def digest(inputs: object) -> int | None:
-    """Computes a digest of the tensors in `inputs`; None if all of them are constant or one is not on the CPU."""
+    """Computes a digest of the tensors in `inputs`; None if all tensors are constant or any is not on the CPU."""
     hashed = hashlib.blake2b(digest_size=8)
     varies = False
     for tensor in find_first_tensors(inputs):
@@ -646,7 +647,7 @@ def require_delayed(
     """Returns the pairs in `named` after checking that they belong to the module.
 
     Raises:
-        ValueError: the module's parameter of a given name is a different object, or the trigger requires no gradient.
+        ValueError: the module's parameter with a given name is a different object, or the trigger requires no gradient.
     """
     if named is None or trigger is None:
         return []

@@ -112,8 +112,8 @@ _kind = attrgetter("dtype", "device", "layout")
 class GradientBuckets:
     """Tracks the gradients of a module's trained parameters, and selects the gradients to average.
 
-    Dense gradients are averaged in buckets, and sparse gradients separately after them. The index of a parameter is its
-    position in `params`.
+    Dense gradients are averaged in buckets, and sparse gradients are then averaged separately. The index of a parameter
+    is its position in `params`.
 
     Args:
         tracked: the module's tensors.
@@ -171,7 +171,7 @@ class GradientBuckets:
         return [name for name in self.names if name in missing]
 
     def are_incomplete(self) -> bool:
-        """Returns True if a gradient is missing that `fill_absent` does not set."""
+        """Returns True if any gradient is missing, other than those that `fill_absent` sets."""
         absent = {self.names[index] for index in self._absent}
         return not absent.issuperset(self.missing())
 
@@ -190,7 +190,7 @@ class GradientBuckets:
     # - Selection of the gradients to average
 
     def take_present(self, group: ProcessGroup) -> None:
-        """Excludes gradients that no rank has from this average; sets gradients that only other ranks have to zero."""
+        """Excludes from this average the gradients that no rank has; sets to zero those that only other ranks have."""
         anywhere = self._present_anywhere(group)
         self.active, self._active_sparse = self._restricted(anywhere)
         self._fill([index for index, is_present in enumerate(anywhere) if is_present])
@@ -234,7 +234,7 @@ class GradientBuckets:
     # - Gradient values
 
     def fill_absent(self) -> None:
-        """Sets gradients to zero that only other ranks compute in a static graph."""
+        """Sets to zero the gradients that only other ranks compute in a static graph."""
         self._fill(self._absent)
 
     def fill_missing(self) -> None:
@@ -285,7 +285,7 @@ class GradientMemory:
     """The memory that one collective reduces.
 
     Attributes:
-        pieces: the address and the length in bytes of each tensor, alternating.
+        pieces: a flat sequence that contains the address and the length in bytes of each tensor.
         tensors: the tensors that own the memory.
         count: the total number of elements.
         copies: pairs of a parameter and a tensor whose values are copied back to the parameter's gradient.
@@ -301,7 +301,7 @@ class GradientMemory:
     views: list[torch.Tensor] | None = None
 
     def by_parameter(self) -> list[torch.Tensor]:
-        """Returns a tensor for each parameter's gradient, possibly followed by tensors of no parameter."""
+        """Returns a tensor for each parameter's gradient, possibly followed by tensors that belong to no parameter."""
         return self.tensors if self.views is None else self.views
 
     def write_back(self) -> None:
@@ -435,7 +435,7 @@ def have_aliases(memories: Sequence[GradientMemory]) -> bool:
     """Returns True if the memory of any two gradients overlaps.
 
     A gradient may be part of another gradient: in `torch.cat([fixed, p]) + q`, the gradient of `p` is a view of the
-    gradient of `q`. Without an overlap, each piece ends before the next one starts.
+    gradient of `q`. If no gradients overlap, each piece of memory ends before the next piece starts.
     """
     starts = sorted(address for memory in memories for address in memory.pieces[0::2])
     ends = sorted(end for memory in memories for end in map(add, memory.pieces[0::2], memory.pieces[1::2]))

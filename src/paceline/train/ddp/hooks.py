@@ -29,7 +29,7 @@ def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduc
     """Averages the bucket with an all-reduce of the flat buffer, without compression.
 
     Args:
-        process_group: the ranks, which are the hook's state; None for the default group.
+        process_group: the process group, which is the hook's state; None for the default group.
         bucket: the gradients to average.
     """
     return average(bucket.buffer(), group_of(process_group)).then(lambda done: done.value()[0])

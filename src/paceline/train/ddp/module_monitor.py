@@ -76,7 +76,7 @@ _CHECK_EVERY = 16  # the number of forward passes between two checks of the modu
 
 
 class ModuleMonitor:
-    """Compares a wrapped module with its tensors at wrapping (`tracked`), and copies its buffers between ranks.
+    """Compares a wrapped module with the tensors that it had when it was wrapped, and copies its buffers between ranks.
 
     Args:
         module: the wrapped module.

@@ -218,7 +218,7 @@ class Reducer:
         return own
 
     def skip(self, take_part: Callable[[], None]) -> None:
-        """Calls `take_part`, which replaces a backward pass: it sets the gradients to the other ranks' average."""
+        """Calls `take_part` instead of a backward pass; `take_part` sets the gradients to the other ranks' average."""
         started = time.perf_counter()
         self._state = BackwardState.IDLE
         take_part()
@@ -283,7 +283,8 @@ class Reducer:
         """Averages all gradients that are not averaged yet, and sets the state according to missing gradients."""
         is_awaited = self._state not in (BackwardState.IDLE, BackwardState.REPEATING)
         if not self._averager.record_static():
-            # The backward pass was a torch.autograd.grad for other tensors; one for the parameters may follow.
+            # The backward pass was a torch.autograd.grad for other tensors; a backward pass for the parameters may
+            # follow.
             self._state = BackwardState.EXPECTING if is_awaited else BackwardState.IDLE
             return
         if self._state is BackwardState.REPEATING:
@@ -298,7 +299,7 @@ class Reducer:
         self._state = BackwardState.INCOMPLETE if is_awaited else BackwardState.IDLE
 
     def _require_used(self) -> None:
-        """Raises if forward used none of the parameters that lack a gradient: no backward pass can compute them."""
+        """Raises an error if forward did not use the parameters without a gradient: no backward pass can reach them."""
         unused = self._unused_at_first
         if unused and self._outputs.unreached == 0:
             missing = self._gradients.missing()
@@ -336,7 +337,7 @@ class OutputHooks:
         self.unreached = 0
 
     def watch(self, outputs: Iterable[torch.Tensor], on_begin: Callable[[int], None]) -> None:
-        """Registers hooks that call `on_begin(task)` when a backward pass other than `task` reaches one of `outputs`.
+        """Registers hooks that call `on_begin` when a backward pass other than `self.task` reaches one of `outputs`.
 
         Args:
             outputs: the tensors of a forward pass that require gradients.

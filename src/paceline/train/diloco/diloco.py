@@ -154,9 +154,9 @@ class DiLoCo:
             default is half the number of steps between two exchanges.
         mix: the weight, at least 0 and less than 1, of the rank's own parameters from the start of the exchange. The
             outer parameters have the weight `1 - mix`.
-        grace_s: the time in seconds that an exchange waits for other ranks after the first has arrived. A late rank is
-            excluded, and its progress is included in the fragment's next exchange. If None, an exchange waits for all
-            ranks. In either case, exchanges wait until every rank has called `step` for the first time.
+        grace_s: the time in seconds that an exchange waits for other ranks after the first rank has arrived. A late
+            rank is excluded, and its progress is included in the fragment's next exchange. If None, an exchange waits
+            for all ranks. In either case, exchanges wait until every rank has called `step` for the first time.
         process_group: the ranks; the default group if None.
 
     Raises:
@@ -239,7 +239,7 @@ class DiLoCo:
         return self._scheduler.steps
 
     def step(self) -> None:
-        """Counts an inner step, starts exchanges that are due, and applies results of earlier exchanges that are due.
+        """Counts an inner step, starts the exchanges that are due, and applies the results that are due.
 
         Call it after each step of the inner optimizer, even if a GradScaler has skipped that step.
 
@@ -314,7 +314,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a state, which must be the same on every rank, before the first step or after `finish`.
+        """Loads a state before the first step or after `finish`; the state must be the same on every rank.
 
         `every` and `fragments` may differ from the values in the state.
 

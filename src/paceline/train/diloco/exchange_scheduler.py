@@ -2,12 +2,12 @@
 
 `ExchangeScheduler` determines when an exchange starts and when its result is used. Exchanges are numbered from 0;
 exchange k transfers fragment k mod `fragments` in round k // `fragments`. A round lasts `every` inner steps, and its
-exchanges are spread evenly over them. A late rank adopts the step count of the other ranks. Without this, it would fall
-further behind in each round.
+exchanges are spread evenly over these steps. A late rank adopts the step count of the other ranks. Without this, it
+would fall further behind in each round.
 
 `ArrivalTracker` selects the participants if exchanges do not wait for late ranks; one rank runs it for all ranks. An
 exchange runs when all ranks have arrived, or when the grace window after the first arrival has passed. The ranks that
-have arrived by then participate. Ranks that have finished training are not waited for.
+have arrived by then participate. Exchanges do not wait for ranks that have finished training.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class ArrivalTracker:
         return None if first_s is None else first_s + self._grace_s
 
     def decide(self, now_s: float) -> Participants | None:
-        """Returns the participants and advances to the next exchange; None if the current exchange must still wait."""
+        """Returns the participants and advances to the next exchange; returns None if the exchange must still wait."""
         has_arrived = tuple(offered >= self.number for offered in self._offered)
         if not any(has_arrived):
             return Participants(has_arrived, is_final=True) if all(self._has_finished) else None

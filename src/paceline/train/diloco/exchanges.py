@@ -113,7 +113,7 @@ class ExchangeMailbox:
     # - Methods for the exchange thread
 
     def pause(self, seconds: float | None) -> None:
-        """Waits up to `seconds`, or indefinitely if None, for a change; the caller holds `changed`.
+        """Waits up to `seconds`, or indefinitely if None, for a change; the caller must hold `changed`.
 
         Raises:
             MailboxClosedError: the mailbox was closed.
@@ -154,7 +154,7 @@ class ExchangeMailbox:
 _ARRIVALS, _DECISIONS = 1, 2  # message tags
 _DECIDER = 0  # the rank that selects participants
 _NEVER = timedelta.max  # the time until the next exchange is unbounded; if a rank dies, the wait fails anyway
-# how much longer the training thread waits, because the exchange thread's timeout error is more precise
+# the training thread times out this much later than the exchange thread, whose error message is more precise
 _SLACK_S = 10.0
 
 
@@ -166,7 +166,7 @@ class ParticipantPolicy(Protocol):
         ...
 
     def is_certain(self, number: int) -> bool:
-        """Returns True if this rank will participate in any case, before `participants` is called."""
+        """Returns True if this rank is certain to participate; called before `participants`."""
         ...
 
     def participants(self, number: int) -> Participants:
@@ -177,8 +177,8 @@ class ParticipantPolicy(Protocol):
 class WaitForAll:
     """Waits for all ranks that have not finished.
 
-    A rank that has arrived starts sending its tensors while the participants are gathered in `group`, which serves no
-    other purpose.
+    A rank that has arrived starts sending its tensors while the ranks report their arrivals in `group`, a group that
+    has no other use.
     """
 
     def __init__(self, group: ProcessGroup, mailbox: ExchangeMailbox) -> None:
@@ -216,7 +216,7 @@ class WaitForAll:
 
 
 class GraceWindow:
-    """Excludes ranks that arrive after the grace window, which starts at the first arrival. Rank 0 decides.
+    """Excludes ranks that arrive after the grace window, which starts at the first arrival; rank 0 decides.
 
     The other ranks report their arrivals to rank 0, and their exchange threads wait for its decisions.
     """
@@ -307,7 +307,7 @@ class OuterAverager:
     """Averages tensors in place over the participating ranks; the other ranks pass zeros.
 
     A fragment's first tensor is its outer gradient. With a `wire`, the gradient is rounded between hosts, and the
-    rounding error is carried over to the fragment's next exchange. Further tensors, such as buffer values, are sent
+    rounding error is carried over to the fragment's next exchange. All other tensors, such as buffer values, are sent
     unrounded.
     """
 
@@ -416,15 +416,15 @@ class BackgroundExchanges:
     """Runs exchanges on a background thread, in dedicated process groups.
 
     While this rank's training is late, or after it has finished, the thread contributes zeros to the collectives of
-    other ranks' exchanges, which therefore need not wait.
+    other ranks' exchanges, so that these exchanges need not wait.
 
     Args:
-        group: the process group for the exchanges, which no other thread uses.
+        group: the process group for the exchanges; no other thread may use it.
         arrivals: a second process group with the same ranks, for arrival reports.
         grace_s: the time in seconds that an exchange waits for late ranks; None to wait for all.
         averaging: the averager of tensors over the ranks.
-        fragment_of: a function from an exchange number to the fragment that it transfers.
-        blank: a function from a fragment to zeros with the dtypes and shapes of its offer.
+        fragment_of: a function that returns the fragment that an exchange transfers, given the number of the exchange.
+        blank: a function that returns zeros with the dtypes and shapes of a fragment's offer.
     """
 
     def __init__(
@@ -470,7 +470,7 @@ class BackgroundExchanges:
             policy.arrived(number)
 
     def outcome(self, number: int) -> ExchangeResult:
-        """Waits for the result of an exchange that this rank or another has started.
+        """Waits for the result of an exchange that this rank or another rank has started.
 
         Raises:
             CollectiveError: the exchange failed.
@@ -480,7 +480,7 @@ class BackgroundExchanges:
         return found
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the results of this rank's exchanges, then those of exchanges by other ranks until all have left."""
+        """Yields the results of this rank's exchanges, then those of other ranks' exchanges until all have left."""
         mailbox, policy = self._opened()
         mailbox.finish()
         policy.arrived(FINISHED)

@@ -20,7 +20,8 @@ from paceline.train.diloco.exchanges import Tensors
 def averaged_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Returns the buffers that are averaged over the ranks: the floating-point buffers in the state_dict.
 
-    Buffers outside the state_dict are recomputed by each rank, and averaging counters would be meaningless.
+    Other buffers are excluded: each rank recomputes buffers outside the state_dict, and a mean of counters has no
+    meaning.
     """
     return [buffer for buffer in _saved_buffers(module) if buffer.is_floating_point()]
 
@@ -69,7 +70,7 @@ def cut(sizes: Sequence[int], fragments: int) -> list[range]:
 class OuterParameters(nn.Module):
     """Holds the outer parameters: copies of the parameters as of their last exchange, bitwise equal on all ranks.
 
-    The copies are in CPU memory, from which they are sent, and have at least single precision.
+    The copies are sent from CPU memory and have at least single precision.
 
     Args:
         params: the parameters that the ranks train.

@@ -64,7 +64,7 @@ class Sums(Protocol):
 
 
 class LogicalShards:
-    """Divides every step into `count` shards and adds their gradients in an order that does not depend on the ranks.
+    """Divides every step into `count` shards, and adds the shards' gradients in an order independent of the ranks.
 
     Each shard runs its own forward and backward passes, with its own random numbers (for example for dropout) and with
     normalization over its own samples. Losses, gradients and buffer updates (running statistics) are added in a
@@ -268,7 +268,7 @@ class ShardSums:
     Args:
         measure: a function from a batch's data to a tensor with the same shape, dtype and device for each batch.
         seed: the seed of the random streams.
-        devices: the devices, besides the CPU, whose generators draw from these streams.
+        devices: the devices, besides the CPU, whose generators draw from the random streams.
     """
 
     def __init__(self, measure: Measure, seed: int, devices: Sequence[torch.device] = ()) -> None:
@@ -277,7 +277,7 @@ class ShardSums:
         self._sums: dict[int, torch.Tensor] = {}
 
     def add_up(self, steps: Iterator[StepBatches]) -> None:
-        """Adds up the batches of this rank's shards."""
+        """Adds up the values of `measure` over the batches of this rank's shards."""
         for batches in steps:
             for batch in batches:
                 self._add(batch)

@@ -66,13 +66,13 @@ class StepBatches(list[ShardBatch]):
         return StepBatches([], self._read)
 
     def of(self, shard: int) -> ShardBatch | None:
-        """Returns a shard's batch, which is read if not in this list; None if the shard has no samples."""
+        """Returns a shard's batch, reading it if it is not in this list, or None if the shard has no samples."""
         return self._own[shard] if shard in self._own else self._read(shard)
 
 
 @contextmanager
 def random_stream(*key: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Returns a context in which torch and `random` draw from the stream for `key`; restores their states on exit.
+    """Returns a context in which torch and `random` draw from the stream for `key`; their states are restored on exit.
 
     Args:
         key: the numbers that identify the stream.

@@ -29,7 +29,7 @@ class ShardLoader:
     A shard's samples depend on the number of shards, but not on the number of ranks. The last step of an epoch divides
     the remaining samples among all shards; shards without samples have no batch. Each batch is read with its own random
     stream, so augmentation does not depend on the number of ranks or workers. Each iteration over the loader is an
-    epoch or, after `load_state_dict`, the rest of one.
+    epoch or, after `load_state_dict`, the rest of an epoch.
 
     Args:
         dataset: an indexable dataset with a length.

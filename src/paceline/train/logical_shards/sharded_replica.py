@@ -191,7 +191,7 @@ class ShardedReplica:
 
     @eager
     def _end(self) -> None:
-        """Averages the gradients at the end of a backward pass that reached a forward pass with `reduces`."""
+        """Averages the gradients at the end of a backward pass that reached a forward pass with `reduces=True`."""
         self._task = NO_BACKWARD
         begun = [
             forward

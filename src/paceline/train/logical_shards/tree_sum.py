@@ -117,7 +117,7 @@ def lengths_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[torch.dtype, torch
 
 
 def home_of(tensor: torch.Tensor) -> torch.device:
-    """Returns a tensor's device; for a meta tensor, which is a placeholder for a CPU tensor, returns the CPU."""
+    """Returns a tensor's device; returns the CPU for a meta tensor, which is a placeholder for a CPU tensor."""
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
@@ -134,14 +134,14 @@ def unpack(flat: Flat, like: Sequence[torch.Tensor]) -> Values:
 
 
 def gradient_or_zeros(param: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """Returns the detached gradient, a copy if other tensors share its memory, or zeros if it is None."""
+    """Returns the detached gradient (a copy if other tensors share its memory), or zeros if the gradient is None."""
     if gradient is None:
         return torch.zeros_like(param, requires_grad=False)
     return gradient.detach().clone() if shares_memory(gradient) else gradient.detach()
 
 
 def laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Converts a gradient to its parameter's device and strides, with which optimizers are fastest."""
+    """Converts a gradient to its parameter's device and strides, because optimizers are fastest with these."""
     if gradient.stride() == param.stride() and gradient.device == param.device:
         return gradient
     return torch.empty_like(param, requires_grad=False).copy_(gradient)
@@ -221,7 +221,7 @@ def _added(left: Values, right: Values) -> Values:
 
 
 def _announced(own: Sequence[Values], nodes: Sequence[Sequence[Node]], group: ProcessGroup) -> Values:
-    """Returns meta tensors with the dtypes and shapes of the values, received from a rank that has shards.
+    """Returns meta tensors with the dtypes and shapes of the values, which a rank with shards sends to all ranks.
 
     A meta tensor is a placeholder for a CPU tensor, so ranks without shards support only values on the CPU.
     """

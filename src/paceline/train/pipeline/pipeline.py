@@ -128,7 +128,7 @@ def _balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _filled(weights: Sequence[int], most: int, parts: int) -> list[list[int]]:
-    """Fills parts up to weight `most` each, leaving at least one element for each remaining part."""
+    """Fills each part up to the weight `most`, but leaves at least one element for each remaining part."""
     filled: list[list[int]] = [[]]
     total = 0
     for index, weight in enumerate(weights):
@@ -157,8 +157,8 @@ class Pipeline(nn.Module):
     """A model whose layers are divided among the ranks in a group; micro-batches are passed from rank to rank.
 
     Each rank keeps only the layers in its stages, under their names in the whole model, so each rank's `state_dict()`
-    is a part of the whole model's. A step accumulates into `.grad` like a backward pass. Use optimizers, schedulers and
-    `zero_grad` as usual, with `pipeline.parameters()`.
+    is a part of the whole model's. A step accumulates gradients into `.grad`, as a backward pass does. Use optimizers,
+    schedulers and `zero_grad` as usual, with `pipeline.parameters()`.
 
     Args:
         layers: the whole model, the same on every rank: an `nn.Sequential`, or a list of modules that are called
@@ -174,8 +174,8 @@ class Pipeline(nn.Module):
         group: the ranks in the pipeline, such as `mesh.get_group("pp")`; the default group if None.
         data_parallel_group: the ranks that hold the same stages and train on different samples, such as
             `mesh.get_group("dp")`. Gradients are averaged over these ranks while other stages still compute.
-        whole: the model that contains the layers in the list, if their names in it differ, such as `blocks.0` for
-            layer 1. Checkpoints then use the names and the parameter order of this model.
+        whole: the model to which the layers belong, needed if it has other names for the layers than their indices,
+            such as `blocks.0` for layer 1. Checkpoints then use the names and the parameter order of this model.
 
     Raises:
         ValueError: the schedule does not support this combination of ranks, stages and micro-batches; there are too few
@@ -249,7 +249,7 @@ class Pipeline(nn.Module):
     def step(
         self, inputs: Any = None, targets: Any = None, *, scaler: torch.amp.GradScaler | None = None
     ) -> torch.Tensor:
-        """Runs the forward and backward passes for a batch, accumulating into `.grad`; all ranks must call this.
+        """Runs the forward and backward passes for a batch, and accumulates gradients; all ranks must call this.
 
         Args:
             inputs: a tensor, or a tuple of tensors, with the samples along dimension 0. Ranks without the first stage
@@ -321,7 +321,7 @@ class Pipeline(nn.Module):
         return agreed_rows(self._group, self.plan, first, last)
 
     def _endings(self, targets: Any, weight: float) -> list[Ending]:
-        """Returns a loss function for each micro-batch if this rank has the last stage; `weight` is per sample."""
+        """Returns each micro-batch's loss function if this rank has the last stage; `weight` is that of one sample."""
         if not self.is_last:
             return []
         parts = self.plan.micro_batches
@@ -424,7 +424,7 @@ def describe_undivided(names: Sequence[str], layers: Sequence[nn.Module], whole:
     Args:
         names: the names of the layers in the Pipeline.
         layers: all layers of the pipeline.
-        whole: the model that contains the layers; None if the layers have the same names in it.
+        whole: the model to which the layers belong; None if the names of the layers are the same in the model.
 
     Raises:
         ValueError: a layer is not in the whole model, or the layers lack a tensor of the whole model.

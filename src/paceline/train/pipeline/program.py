@@ -178,7 +178,7 @@ def make_pipeline_schedule(name: str, ranks: int, micro_batches: int, stages_per
 
 
 def _alternated(forwards: list[Task], backwards: list[Task], ahead: int) -> tuple[Task, ...]:
-    """Returns `ahead` forward passes, then alternating forward and backward passes, then the other backward passes."""
+    """Returns `ahead` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     later: Iterable[Task] = forwards[ahead:]
     turns = [task for pair in zip(later, backwards, strict=False) for task in pair]
     return (*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :])
@@ -234,7 +234,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StageTransfer:
-    """A step in which a rank sends, posts or awaits a message."""
+    """A step in which a rank sends a message, posts a receive, or waits for a message."""
 
     action: Action
     message: StageMessage
@@ -267,7 +267,7 @@ def message_made_by(task: Task, plan: PipelineSchedule) -> StageMessage | None:
 
 
 def _message(task: Task, source: int, target: int, plan: PipelineSchedule) -> StageMessage | None:
-    """Returns a task's message from stage `source` to stage `target`, or None unless both exist on different ranks."""
+    """Returns a task's message between two stages, or None if a stage does not exist or both are on the same rank."""
     if task.phase is PipelinePhase.WEIGHT or not (0 <= source < plan.stages and 0 <= target < plan.stages):
         return None
     content = MessageContent.ACTIVATION if task.phase is PipelinePhase.FORWARD else MessageContent.GRADIENT
@@ -305,7 +305,7 @@ def _of_rank(order: tuple[Task, ...], plan: PipelineSchedule, posted_ahead: int)
 
 
 class PipelineFaultError(Exception):
-    """A pipeline's schedule or program is incorrect."""
+    """Raised if a pipeline's schedule or program is incorrect."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ class VerifiedProgram:
 
 
 def verify_program(program: PipelineProgram, blocks: bool = False) -> VerifiedProgram:
-    """Checks that a program has all tasks, respects all dependencies, passes each message once, and cannot hang.
+    """Checks that a program contains all tasks, respects dependencies, sends each message once, and cannot hang.
 
     Args:
         program: the program to check.
@@ -397,7 +397,7 @@ class _Rank:
 
 
 def _run(program: PipelineProgram, blocks: bool) -> None:
-    """Advances all ranks as far as possible. The order is irrelevant, because a possible step remains possible."""
+    """Advances all ranks as far as possible, in any order, because a step that is possible now remains possible."""
     plan, ranks = program.plan, [_Rank(steps) for steps in program.steps]
     computed: set[Task] = set()
     arrived: set[StageMessage] = set()
@@ -446,7 +446,7 @@ def _is_possible(step: Step, plan: PipelineSchedule, computed: set[Task], arrive
 
 
 def _before(task: Task, plan: PipelineSchedule) -> list[tuple[Task, ...]]:
-    """Returns a task's dependencies on the same rank; each is a tuple of tasks, any one of which satisfies it."""
+    """Returns a task's dependencies on the same rank. Any one task in a tuple satisfies the dependency."""
     stage, micro_batch = task.stage, task.micro_batch
     if task.phase is PipelinePhase.WEIGHT:
         return [(Task(stage, micro_batch, PipelinePhase.INPUT),)]

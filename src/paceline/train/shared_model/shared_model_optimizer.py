@@ -53,7 +53,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
     To clip gradients or scale losses, use `clip_grad_norm_` and `paceline.GradScaler`, which operate on the averages.
 
     Args:
-        module: the model, plain or wrapped in `DistributedDataParallel`, which then no longer averages gradients. Its
+        module: the model, plain or wrapped in `DistributedDataParallel`, which then no longer averages gradients. The
             parameters must be on the CPU. Rank 0's parameters and buffers are copied to all ranks. Buffers are not
             shared; they are copied from rank 0 after each step.
         optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`. Torch's
@@ -133,7 +133,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
 
     @property
     def owns_gradients(self) -> bool:
-        """Always True: a shard's averaged gradient exists only on the owner of the shard."""
+        """Always True, because a shard's averaged gradient exists only on the owner of the shard."""
         return True
 
     @torch.no_grad()

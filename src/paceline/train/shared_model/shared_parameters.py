@@ -131,7 +131,7 @@ class SharedParameters:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Returns a context in which ranks update the parameters. An error inside it leaves the parameters unusable."""
+        """Returns a context in which ranks update the parameters. After an error in it, parameters are unusable."""
         self._torn.reason = _torn_reason(self._group, "an error")
         try:
             yield
@@ -166,7 +166,7 @@ class SharedParameters:
             self.accept()
 
     def _drop_replaced(self) -> None:
-        """Drops parameters whose memory was replaced or narrowed, for example by `module.to(dtype)`."""
+        """Stops managing parameters whose memory was replaced or narrowed, for example by `module.to(dtype)`."""
         pairs = zip(self._params, self._shared, strict=True)
         kept = [index for index, (param, shared) in enumerate(pairs) if memory_layout(param) == memory_layout(shared)]
         self._params = [self._params[index] for index in kept]
@@ -226,7 +226,7 @@ def named_with(module: nn.Module, others: Sequence[torch.Tensor]) -> dict[str, t
 
 
 def unshareable_reason(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Exception | None:
-    """Returns an error if the parameters cannot be shared, or None."""
+    """Returns the error that prevents the parameters from being shared, or None."""
     for name in collect_tracked(module).sparse:
         return ValueError(f"{name!r} has sparse gradients, which cannot be divided into slices; use sparse=False")
     ends: list[tuple[int, int, str]] = []

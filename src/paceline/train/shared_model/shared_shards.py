@@ -20,8 +20,8 @@ from torch import nn
 from paceline.comm.engine.channel import DTYPE_CODES
 from paceline.train.zero.shards import ALIGNMENT_BYTES, OwnedBytes, Shard, Shards, assign_to_ranks
 
-# With more rounds, the averages need less memory, and more of it fits in the cache; but ranks wait for each other in
-# each round.
+# With more rounds, the averages need less memory and are more likely to fit in the cache, but the ranks wait for each
+# other more often.
 _ROUNDS = 5
 _MOST_ROUND_BYTES = 32 << 20
 
@@ -51,7 +51,7 @@ def cut_evenly(sizes: Sequence[int], ranks: int, round_size: int, alignment: int
     Args:
         sizes: the number of elements in each parameter.
         ranks: the number of ranks.
-        round_size: the number of elements of a round.
+        round_size: the number of elements in a round.
         alignment: the number of elements between two permitted cuts.
 
     >>> cut_evenly([4, 12], 2, 16, 2)[0][0]
@@ -151,7 +151,7 @@ class SharedShards(Shards):
 
     def _shard(self, param: torch.Tensor, part: OwnedBytes) -> Shard:
         shard = Shard(param, part, self.rank)
-        # A separate tensor: the parameter has this rank's own gradient, and its version reveals foreign writes.
+        # The parameter cannot be used: it has this rank's own gradient, and its version must reveal foreign writes.
         shard.updated = nn.Parameter(shard.run(param.data), param.requires_grad) if shard.is_mine else None
         return shard
 
@@ -222,7 +222,7 @@ def lay_out(shards: SharedShards, present: Sequence[bool], whole: bool) -> Round
 
     Args:
         shards: the slices that each rank owns.
-        present: whether each parameter has a gradient.
+        present: one flag per parameter, True if any rank has a gradient for the parameter.
         whole: whether the results of each round have separate memory. If False, all rounds share the same memory.
     """
     rounds = [

@@ -100,13 +100,13 @@ def split(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
 
 @eager
 def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Concatenates the ranks' parts along `dim`, to size `length`; all ranks must then perform the same computation."""
+    """Concatenates the ranks' parts along `dim` up to size `length`; all ranks must use the result in the same way."""
     return _applied(_AllGatherFunction, tensor, dim % tensor.ndim, length, group)
 
 
 @eager
 def joined_for_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Concatenates the ranks' parts along `dim`, to size `length`, as the input of a divided layer."""
+    """Concatenates the ranks' parts along `dim` up to size `length`, as the input of a divided layer."""
     return _applied(_InputAllGatherFunction, tensor, dim % tensor.ndim, length, group)
 
 

@@ -205,7 +205,7 @@ class PrepareModuleOutput(ParallelStyle):
     Args:
         output_layouts: the current layout of each output, or None for outputs that stay unchanged.
         desired_output_layouts: the required layouts. A conversion from `Shard(dim)` to `Replicate()` gathers the parts,
-            from which all ranks must then compute the same, for example the loss.
+            from which all ranks must then compute the same result, for example the loss.
         use_local_output: has no effect; accepted for compatibility with torch.
     """
 

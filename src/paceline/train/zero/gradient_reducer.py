@@ -39,7 +39,7 @@ class ClippingWatch:
     Args:
         named: the parameters by name.
         me: a description of this rank for the message, such as "rank 3".
-        description: a description, for the message, of a parameter's gradient before the step.
+        description: a description of a parameter's gradient before the step, for the message.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], me: str, description: str) -> None:
@@ -70,7 +70,7 @@ class ClippingWatch:
         self._handles = []
 
     def check(self) -> None:
-        """Warns, at most once, if a recorded gradient has been changed since; discards the records."""
+        """Warns, at most once, if a gradient has changed since its version was recorded; discards the records."""
         for name, version in self._versions.items():
             gradient = self._named[name].grad
             if gradient is not None and gradient._version > version and not self._has_warned:
@@ -113,7 +113,7 @@ class ShardedGradientReducer:
         overlap: whether to reduce on the group's progress thread during backward.
         joinable: the optimizer. Within `Join`, all buckets are reduced at the end of backward, where ranks without
             inputs can run the same collectives.
-        reduced: a function that is called with a bucket's index when this rank no longer needs the parameters.
+        reduced: a function that is called with a bucket's index when this rank no longer needs the bucket's parameters.
         replicas: the check that compares the ranks' replicas, or None if ranks hold different parts.
     """
 
@@ -337,7 +337,7 @@ def total_norm(
 
 
 def clip(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
-    """Scales gradients with total norm `total` to at most `max_norm`.
+    """Scales gradients by a common factor so that their total norm, which was `total`, is at most `max_norm`.
 
     Like `torch.nn.utils.clip_grad_norm_`, this does not wait for the device.
     """

@@ -1,4 +1,4 @@
-"""Conversion of optimizer states between the unsharded optimizer and the part that a rank runs.
+"""Converts optimizer states between the format of the unsharded optimizer and that of one rank's part.
 
 The module also gathers the parts on one rank without pickle (numbers are sent as JSON, tensors as bytes), and loads
 states without rounding them.
@@ -170,7 +170,7 @@ def state_dict_of_parts(
     groups: Sequence[Group],
     shards: Sequence[Sequence[Shard]],
 ) -> dict[str, Any]:
-    """Builds the state that this rank's optimizer loads from the states of the rank's own shards.
+    """Builds, from the states of this rank's shards, the `state_dict` that this rank's optimizer loads.
 
     Args:
         saved: the groups of the unsharded optimizer.
@@ -223,7 +223,7 @@ def join_parts(state: StateByIndex, shards: Sequence[Sequence[Shard]]) -> StateB
 
 
 def _part(value: object, shard: Shard) -> object:
-    """Copies a shard's part of a value, because the optimizer modifies it while the caller may use the original."""
+    """Copies a shard's part of a value, because the optimizer modifies its state while the caller may use the value."""
     if not isinstance(value, torch.Tensor):
         return value
     return (shard.run_of_any(value) if value.shape == shard.shape else value).clone()

@@ -190,7 +190,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     @abstractmethod
     def _divide_by_initial(self, divides: bool) -> None:
-        """Sets whether averages within `Join` are divided by the number of all ranks or only those with inputs."""
+        """Sets whether averages within `Join` are divided by the number of all ranks or of ranks with inputs."""
 
     def _make_inner(self, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
         """Creates the inner optimizer for this rank's shards, and exposes its state and options."""
@@ -202,7 +202,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """If True, torch's GradScaler sets `found_inf` before `step`, which can then reject the scaler."""
+        """Whether torch's GradScaler sets `found_inf` before it calls `step`; `step` can then reject the scaler."""
         return self.owns_gradients and not self.is_scaled_alike
 
     def _require_own_scaler(self, option: str) -> None:
@@ -259,8 +259,8 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def own_parts(self) -> Iterator[tuple[int, Shard, Mapping[str, object]]]:
         """Yields, for each shard that this rank updates, the parameter's index, the shard and its state.
 
-        If each host has a copy of the model, several ranks update the same shard, but only one of them stores its
-        state.
+        If each host has a copy of the model, several ranks update the same shard, but only one of these ranks stores
+        the shard's state.
         """
         states = self._own_state()
         number = 0

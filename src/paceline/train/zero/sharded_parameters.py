@@ -93,7 +93,7 @@ Layer = TypeVar("Layer", bound=Hashable)
 
 
 class LayerOrder(Generic[Layer]):
-    """Predicts which layer runs next: the layer that followed the current one last time.
+    """Predicts the next layer to run: the layer that ran after the current layer the last time.
 
     >>> order = LayerOrder()
     >>> [order.visit(layer) for layer in (0, 1, 2)]
@@ -108,7 +108,7 @@ class LayerOrder(Generic[Layer]):
         self._latest: Layer | None = None
 
     def visit(self, layer: Layer) -> Layer | None:
-        """Records that a layer runs and predicts the next one, or returns None; a repeated layer starts a new pass."""
+        """Records that a layer runs; returns the predicted next layer or None. A repeated layer starts a new pass."""
         if layer in self._visited:
             self._visited.clear()
             self._latest = None
@@ -286,8 +286,8 @@ class ShardedParameters:
     def _before_forward(self, number: int, module: nn.Module, inputs: object) -> None:
         self._gather(number)
         if torch.is_grad_enabled() and not self._is_trained(number):
-            # No gradients are computed for the unit's parameters; those of its inputs mark the end of its backward
-            # pass.
+            # No gradients are computed for the unit's parameters, so the gradients of its inputs mark the end of its
+            # backward pass.
             for tensor in find_tensors(inputs):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._after_backward, number))

@@ -40,7 +40,7 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 
 
 def assign_to_ranks(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[int]) -> list[list[OwnedBytes]]:
-    """Assigns parameters in descending order of size to the rank with the least load, and cuts those that do not fit.
+    """Assigns parameters, in descending order of size, to the least loaded rank; cuts parameters that do not fit.
 
     Without cuts, the largest load is at most 4/3 of the optimum (Graham 1969); torch uses the same method. If a
     parameter may be cut, the bytes beyond an even share are assigned to the next rank. This happens at most once per
@@ -80,9 +80,9 @@ class Shard:
 
     For a whole parameter, `updated` is the parameter itself. For a run, `updated` is a one-dimensional tensor that
     shares the parameter's memory on the owner, and None on other ranks. The inner optimizer updates `target`, which is
-    either `updated` or its higher-precision copy `master`, from which `updated` is rounded. If the copy is in host
-    memory and the parameter on a device, values are transferred through `pinned`, a page-locked tensor with the layout
-    and dtype of `updated`.
+    either `updated` or the higher-precision copy `master`. In the latter case, `updated` is set to the rounded copy. If
+    the copy is in host memory and the parameter is on a device, values are transferred through `pinned`, a page-locked
+    tensor with the layout and dtype of `updated`.
     """
 
     master: torch.Tensor | None = None
@@ -180,7 +180,7 @@ class Shard:
 
     @torch.no_grad()
     def refresh_master(self, updated: torch.Tensor) -> None:
-        """Copies elements that were changed since `round_master`, for example by loading, to the master copy.
+        """Copies elements that have changed since `round_master`, for example by loading a state, to the master copy.
 
         For all other elements, the master copy keeps its full precision.
 
@@ -318,7 +318,7 @@ class Shards:
 
 
 def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGroup) -> None:
-    """Broadcasts all contiguous tensors on a device in one call, and each other tensor in a separate call."""
+    """Broadcasts all contiguous tensors on a device in one call, and every other tensor in a separate call."""
     for plain in by_device([tensor for tensor in tensors if is_plain(tensor)]):
         group.broadcast(byte_views(plain), owner)
     for tensor in tensors:

@@ -1,8 +1,9 @@
 """StateStorage: selects the dtype and memory of a rank's optimizer state.
 
 An optimizer may update higher-precision copies of the parameters ("master weights", Micikevicius et al. 2018, "Mixed
-Precision Training"), from which the parameters are rounded. The copies and the state can be offloaded from a GPU to CPU
-memory, or to a memory-mapped file (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et al. 2021, "ZeRO-Infinity").
+Precision Training"), and round the copies to obtain the parameters. The copies and the state can be offloaded from a
+GPU to CPU memory, or to a memory-mapped file (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et al. 2021,
+"ZeRO-Infinity").
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class FileMemory:
 
     Args:
         directory: the directory of the file.
-        me: this rank, for error messages.
+        me: a description of this rank for error messages.
 
     Raises:
         OSError: a file cannot be created in the directory.
@@ -109,7 +110,7 @@ class StateStorage:
     Args:
         dtype: the dtype of the master copies; None to update the parameters themselves.
         offload: "cpu", or a directory for a memory-mapped file; None to keep the state on the parameters' device.
-        me: this rank, for error messages.
+        me: a description of this rank for error messages.
 
     Raises:
         TypeError: `dtype` is not a floating-point dtype.
@@ -129,7 +130,7 @@ class StateStorage:
         return {"master_dtype": str(self._dtype), "offload": offload}
 
     def open(self, params: Iterable[torch.Tensor]) -> Exception | None:
-        """Creates the file if needed; returns an error if that fails or the settings do not suit the parameters."""
+        """Creates the file if needed; returns an error if this fails or the settings do not suit the parameters."""
         if self._offload == _CPU and any(param.is_cpu for param in params):
             return ValueError(
                 f"{self._me}: offload='cpu' has no meaning for parameters that are on the CPU; pass a directory to "
@@ -163,7 +164,7 @@ class StateStorage:
                     shard.pinned = pinned_like(updated)
 
     def gradient_device(self, params: Sequence[torch.Tensor]) -> torch.device:
-        """Returns the device of the gradients that the optimizer uses; if there are several, the first parameter's."""
+        """Returns the device of the gradients that the optimizer uses; with several devices, the first parameter's."""
         return torch.device(_CPU) if self._offload is not None else params[0].device
 
     def step(self, inner: Optimizer) -> None:

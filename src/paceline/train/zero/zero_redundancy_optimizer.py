@@ -56,8 +56,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         module: the module, if `params` are groups of its parameters.
         bucket_cap_mb: the maximum size in MiB of the buckets in which gradients are averaged.
         master_dtype: the dtype, such as `torch.float32`, of master copies of parameters with lower precision, such as
-            bfloat16. The optimizer updates the copies, and the parameters are rounded from them. None to update the
-            parameters themselves.
+            bfloat16. The optimizer updates the copies, and the parameters are set to the rounded copies. None to update
+            the parameters themselves.
         offload: a directory for a memory-mapped file that holds the master copies and the state, or "cpu" to hold them
             in CPU memory if the parameters are on a GPU. With "cpu", gradients and parameters are transferred through
             page-locked memory.
