@@ -358,7 +358,7 @@ class DataParallel(nn.Module):
         device_ids: the devices; an integer is a GPU index, and a device may be listed several times, as in
             `["cpu", "cpu"]`. If None, all GPUs (or other accelerators) are used, or the module is called directly if
             there are none.
-        output_device: the device of the concatenated outputs; the first device if None.
+        output_device: the device of the concatenated outputs; if None, the first device.
         dim: the batch dimension.
 
     Raises:

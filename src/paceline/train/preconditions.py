@@ -73,8 +73,8 @@ class RankFacts:
     """Information that each rank sends to all ranks before wrapping.
 
     Attributes:
-        overlaps: whether this rank requests that reduction overlaps with backward; None to decide by the number of
-            cores.
+        overlaps: whether this rank requests that reduction overlaps with backward; None if this depends on the number
+            of cores.
         host: the name of the host.
         local_ranks: the number of ranks on the host, including ranks of other groups; 0 if unknown.
         cores: the cores on which the rank may run.

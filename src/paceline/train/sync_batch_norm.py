@@ -96,10 +96,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     Args:
         num_features: the number of channels, the second dimension of the input.
         eps: the value added to the variance for numerical stability.
-        momentum: the weight of the latest batch in the running statistics; None for a cumulative average.
+        momentum: the weight of the latest batch in the running statistics. If None, they are cumulative averages.
         affine: whether the layer has a learnable weight and bias.
         track_running_stats: whether the layer keeps running statistics for evaluation.
-        process_group: the ranks; None for the default group.
+        process_group: the process group of the ranks; if None, the default group.
         device, dtype: the device and dtype of parameters and buffers.
 
     Raises:
@@ -200,7 +200,7 @@ def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None)
 
     Args:
         module: the module to convert in place, before it is wrapped and before its optimizer is created.
-        process_group: the ranks; None for the default group.
+        process_group: the process group of the ranks; if None, the default group.
 
     Returns:
         The module, or the new layer if `module` is itself a BatchNorm.

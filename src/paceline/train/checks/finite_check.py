@@ -152,7 +152,7 @@ class NonFiniteHistory:
         self._has_warned = self._has_warned and not average_is_finite
 
     def not_finite(self, finding: NonFiniteGradients) -> NonFiniteGradients | None:
-        """Records a backward pass with non-finite gradients; returns the finding to warn about immediately, or None."""
+        """Records a backward pass with non-finite gradients; returns the finding if a warning is now due, or None."""
         if self._has_warned or (self._is_received and finding.parameters):
             return None
         earlier, self.pending = self.pending, None

@@ -27,7 +27,7 @@ class StepClock:
 
 
 class CheckInterval:
-    """Chooses the steps in which a check runs, and thereby limits its share of the training time.
+    """Chooses the steps in which a check runs, and thereby limits the check's share of the training time.
 
     Args:
         share: the maximum share of the training time that the check may take, from 0 to 1.

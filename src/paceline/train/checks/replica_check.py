@@ -371,7 +371,7 @@ def check_replicas(
     Args:
         module: the module, wrapped or not.
         optimizer: the module's optimizer or optimizers, whose settings and states are compared too.
-        group: the ranks; the default group if None.
+        group: the process group of the ranks; if None, the default group.
         random_state: whether the states of torch's and Python's random number generators on the CPU are compared.
         raises: whether to raise an error if replicas differ.
 

@@ -24,9 +24,10 @@ class DistributedSampler(Sampler[int]):
 
     Args:
         dataset: an object with a length.
-        num_replicas, rank: the number of parts and the part to take; the default group's world size and rank if None.
+        num_replicas, rank: the number of parts and the index of the part to read; if None, the default group's size and
+            rank.
         shuffle: whether to permute the indices, seeded with `seed` plus the epoch.
-        seed: the seed, the same on every rank.
+        seed: the seed of the permutation, which must be the same on every rank.
         drop_last: whether to skip samples that cannot be divided evenly.
 
     Raises:
@@ -135,7 +136,8 @@ class DistributedEvalSampler(Sampler[int]):
 
     Args:
         dataset: an object with a length.
-        num_replicas, rank: the number of parts and the part to take; the default group's world size and rank if None.
+        num_replicas, rank: the number of parts and the index of the part to read; if None, the default group's size and
+            rank.
 
     Raises:
         ValueError: `rank` is not between 0 and `num_replicas` - 1, or either argument is None and there is no default
@@ -165,7 +167,7 @@ class DistributedEvalSampler(Sampler[int]):
         Args:
             values: a tensor of shape (len(self), ...) with this rank's values, in the order of iteration; the trailing
                 dimensions and the dtype must be the same on every rank.
-            group: a group with `num_replicas` ranks; the default group if None.
+            group: a group with `num_replicas` ranks; if None, the default group.
 
         Raises:
             ValueError: `values` does not have one value per sample on this rank, or `group` has a different size.
@@ -196,10 +198,10 @@ def mean_over_samples(total: torch.Tensor | float, count: int, group: Group = No
     Args:
         total: the sum over this rank's samples, as a number or a tensor; the shape must be the same on every rank.
         count: the number of samples on this rank; may be 0.
-        group: the ranks; the default group if None.
+        group: the process group of the ranks; if None, the default group.
 
     Returns:
-        A float64 tensor with the shape of `total`; the same on every rank.
+        A float64 tensor with the shape of `total`. The result is the same on every rank.
 
     Raises:
         ZeroDivisionError: no rank had a sample.

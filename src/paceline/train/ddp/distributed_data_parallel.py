@@ -94,14 +94,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_ids: the module's device, to which forward moves its inputs; an integer is a GPU index. With several
             devices, each processes a part of the batch with its own replica; the CPU may be listed several times. If
             None, inputs are passed to the module unchanged, and its layers may be on any devices.
-        output_device: the device on which the outputs of several devices are concatenated; the first device if None.
+        output_device: the device on which the outputs of several devices are concatenated; if None, the first device.
         dim: the dimension along which the batch is split between the devices.
         broadcast_buffers: the older name of `forward_sync_buffers`. False additionally disables the copy of buffers
             when the module is wrapped.
         init_sync: whether wrapping compares the models across ranks and copies rank 0's model to all ranks. If False,
             the models must already be equal.
-        process_group: the ranks; the default group if None.
-        bucket_cap_mb: the maximum size of a gradient bucket in MiB; 25 if None.
+        process_group: the process group of the ranks; if None, the default group.
+        bucket_cap_mb: the maximum size of a gradient bucket in MiB; if None, 25.
         find_unused_parameters: whether parameters may receive no gradient. A gradient that no rank has computed stays
             None. If only other ranks have computed it, this rank contributes zeros. Reduction starts when backward
             ends.
@@ -122,7 +122,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             buckets.
         batched_grad_copy: has no effect. On accelerators, the gradients of a bucket are always copied together.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward pass in training mode
-            and at the end of `join`; True if None.
+            and at the end of `join`. None means True.
         lazy_bucket_allocation: has no effect. On the CPU, buckets need no extra memory; on other devices, the first
             backward pass allocates it.
         deterministic: whether training results are bitwise equal on any number of ranks that is a power of two (see
@@ -137,7 +137,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             integer is the number of steps between two comparisons of the replicas. If None, the environment variable
             PACELINE_CHECKS applies.
         wire: the format to which gradients are rounded between hosts, with error feedback: "bf16", "int8" or "int4"
-            (see docs/slow-networks.md); the group's wire if None.
+            (see docs/slow-networks.md). If None, the group's wire is used.
 
     Raises:
         CollectiveMismatchError: the models, or these arguments, differ between ranks; raised on every rank.
@@ -766,7 +766,7 @@ class DdpJoinHook(JoinHook):
             self._own_gradients = before
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies the model from a rank that trained longest; restores this rank's gradients from its own last step."""
+        """Copies the model from a rank that trained longest; restores the gradients from this rank's last own step."""
         root = self._steps.last_rank(is_last_joiner)
         tensors = self._watched.current_tensors(with_buffers=self._syncs_buffers)
         broadcast_tensors(tensors, self._averager.group, root)
@@ -794,7 +794,7 @@ def synchronize_replicas(
         with_buffers: whether buffers are copied too.
 
     Returns:
-        True if gradients are reduced during backward; the same on every rank.
+        True if gradients are reduced during backward. The result is the same on every rank.
 
     Raises:
         CollectiveMismatchError: modules or arguments differ; raised on every rank.

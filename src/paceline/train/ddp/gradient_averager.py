@@ -61,13 +61,13 @@ class GradientAverager:
         bucket_caps_bytes: the maximum bucket sizes in bytes; see `make_buckets`.
         group: the process group of the ranks.
         checks: the checks of gradients and replicas.
-        overlap: whether full buckets are reduced while backward continues; the same on every rank.
+        overlap: whether full buckets are reduced while backward continues; must be the same on every rank.
         find_unused: whether parameters may have no gradient after a backward pass.
         static_graph: whether the autograd graph is the same in every step. The first backward pass then determines how
             many gradients each parameter receives. Overrides `find_unused`.
         compares_batches: whether the first gradients carry digests of the ranks' batches.
-        wire: the format to which gradients are rounded between hosts, with error feedback; None for no rounding.
-            Rounded gradients carry no batch digests.
+        wire: the format to which gradients are rounded between hosts, with error feedback. If None, gradients are not
+            rounded. Rounded gradients carry no batch digests.
     """
 
     def __init__(
@@ -262,8 +262,8 @@ class GradientAverager:
         """Averages the gradients once more, after a further backward pass (REPEATING in `reducer.py`).
 
         If gradients are missing, the average includes only gradients that at least one rank has. A rank without any
-        gradient does not call a collective, because the backward pass may be a `torch.autograd.grad` for other tensors
-        that only this rank runs.
+        gradient does not call a collective, because it may be the only rank with this backward pass, such as a
+        `torch.autograd.grad` for other tensors.
         """
         if self._find_unused or not self.gradients.are_incomplete():
             self.average_rest(copy_shared)

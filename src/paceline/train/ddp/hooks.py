@@ -29,7 +29,7 @@ def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduc
     """Averages the bucket with an all-reduce of the flat buffer, without compression.
 
     Args:
-        process_group: the process group, which is the hook's state; None for the default group.
+        process_group: the process group, which is the hook's state; if None, the default group.
         bucket: the gradients to average.
     """
     return average(bucket.buffer(), group_of(process_group)).then(lambda done: done.value()[0])
@@ -97,7 +97,7 @@ class Int8State:
     """The state of `int8_hook`.
 
     Args:
-        process_group: the ranks; None for the default group.
+        process_group: the process group of the ranks; if None, the default group.
         block_size: the number of elements that share one float32 scale.
         use_error_feedback: whether the rounding error of a step is added to the next gradient.
     """
@@ -183,7 +183,7 @@ class PowerSGDState:
     """The state of `power_sgd_hook`, with the same arguments as torch's class.
 
     Args:
-        process_group: the ranks; None for the default group.
+        process_group: the process group of the ranks; if None, the default group.
         matrix_approximation_rank: the rank r of the factors; a higher rank is more accurate and more expensive.
         start_powerSGD_iter: the number of initial steps that average gradients uncompressed, because gradients change
             quickly at the start of training.
@@ -191,7 +191,7 @@ class PowerSGDState:
         use_error_feedback: whether the approximation error of a step is added to the next gradient.
         warm_start: whether the power iteration starts from the result of the previous step.
         orthogonalization_epsilon: the number that is added to a column's norm before dividing by it.
-        random_seed: the seed of the first iteration; the same on every rank.
+        random_seed: the seed of the first iteration, which must be the same on every rank.
     """
 
     process_group: ProcessGroup | None = None

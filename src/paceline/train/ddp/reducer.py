@@ -299,7 +299,7 @@ class Reducer:
         self._state = BackwardState.INCOMPLETE if is_awaited else BackwardState.IDLE
 
     def _require_used(self) -> None:
-        """Raises an error if forward did not use the parameters without a gradient: no backward pass can reach them."""
+        """Raises an error if forward used no parameter that lacks a gradient, so no backward pass can compute one."""
         unused = self._unused_at_first
         if unused and self._outputs.unreached == 0:
             missing = self._gradients.missing()

@@ -148,7 +148,7 @@ class DiLoCo:
         every: the number of inner steps between two exchanges of the same fragment.
         fragments: the number of fragments, of about equal size, that are exchanged in turn.
         wire: the format to which outer gradients are rounded between hosts, with error feedback: "bf16", "int8" or
-            "int4"; None to send them unrounded.
+            "int4". If None, outer gradients are not rounded.
         delay: the number of inner steps from the start of an exchange until its result is used. The exchange overlaps
             with these steps, and the rank's progress during them is added to the result (Zhou et al. 2020, DaSGD). The
             default is half the number of steps between two exchanges.
@@ -157,7 +157,7 @@ class DiLoCo:
         grace_s: the time in seconds that an exchange waits for other ranks after the first rank has arrived. A late
             rank is excluded, and its progress is included in the fragment's next exchange. If None, an exchange waits
             for all ranks. In either case, exchanges wait until every rank has called `step` for the first time.
-        process_group: the ranks; the default group if None.
+        process_group: the process group of the ranks; if None, the default group.
 
     Raises:
         CollectiveMismatchError: models or arguments differ between ranks, or another rank failed to start; raised on

@@ -421,7 +421,7 @@ class BackgroundExchanges:
     Args:
         group: the process group for the exchanges; no other thread may use it.
         arrivals: a second process group with the same ranks, for arrival reports.
-        grace_s: the time in seconds that an exchange waits for late ranks; None to wait for all.
+        grace_s: the time in seconds that an exchange waits for late ranks. If None, exchanges wait for all ranks.
         averaging: the averager of tensors over the ranks.
         fragment_of: a function that returns the fragment that an exchange transfers, given the number of the exchange.
         blank: a function that returns zeros with the dtypes and shapes of a fragment's offer.

@@ -136,7 +136,7 @@ class OuterParameters(nn.Module):
         Args:
             fragment: the index of the fragment.
             mix: the weight of `before` relative to the outer parameters, from 0 to 1.
-            before: this rank's parameters at the start of the exchange; the current parameters if None.
+            before: this rank's parameters at the start of the exchange; if None, the current parameters.
         """
         for index, (param, copy) in enumerate(self._pairs_of(fragment)):
             now = param.to(copy)

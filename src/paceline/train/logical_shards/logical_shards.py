@@ -79,12 +79,13 @@ class LogicalShards:
     also has a random stream on the GPU, so dropout does not depend on the number of ranks.
 
     Args:
-        module: the unwrapped model, the same on every rank. Rank 0's parameters and buffers are copied to all ranks.
+        module: the unwrapped model, which must be the same on every rank. Rank 0's parameters and buffers are copied to
+            all ranks.
         count: the number of shards, at least the number of ranks.
-        seed: the seed of all random streams; the same on every rank.
-        process_group: the ranks; None for the default group.
-        threads: the number of threads that torch uses, the same in all runs. Values above 1 pay off if there are few
-            ranks and many cores.
+        seed: the seed of all random streams, which must be the same on every rank.
+        process_group: the process group of the ranks; if None, the default group.
+        threads: the number of threads that torch uses, which must be the same in all runs. Values above 1 are faster if
+            there are few ranks and many cores.
         checks: whether gradients and replicas are checked; see `DistributedDataParallel`.
 
     Raises:

@@ -56,7 +56,7 @@ class ShardedReplica:
     """Calls `module` once for each of this rank's shards and averages the gradients over all shards.
 
     Args:
-        module: a module, the same on every rank.
+        module: the module, which must be the same on every rank.
         tracked: the module's tensors.
         count: the number of shards, a power of two that is at least the number of ranks.
         seed: the seed of the shards' random streams.

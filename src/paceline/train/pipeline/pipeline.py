@@ -161,9 +161,9 @@ class Pipeline(nn.Module):
     schedulers and `zero_grad` as usual, with `pipeline.parameters()`.
 
     Args:
-        layers: the whole model, the same on every rank: an `nn.Sequential`, or a list of modules that are called
-            sequentially. If a module returns a tuple of tensors, the next module receives them as separate arguments.
-            The shapes of tensors between stages may depend only on the shape of the batch.
+        layers: the whole model, which must be the same on every rank: an `nn.Sequential`, or a list of modules that are
+            called sequentially. If a module returns a tuple of tensors, the next module receives them as separate
+            arguments. The shapes of tensors between stages may depend only on the shape of the batch.
         loss: a function that returns the mean loss for a micro-batch's output and target; it is called on the rank with
             the last stage.
         micro_batches: the number of micro-batches per batch. With m micro-batches, p ranks and one stage per rank, the
@@ -171,7 +171,7 @@ class Pipeline(nn.Module):
         schedule: `1f1b`, `gpipe`, `interleaved` or `zero_bubble`; see docs/large-models.md.
         stages_per_rank: the number of stages per rank; more than 1 only with `interleaved`.
         split: the number of layers in each stage; by default, the size of the largest stage is minimized.
-        group: the ranks in the pipeline, such as `mesh.get_group("pp")`; the default group if None.
+        group: the ranks in the pipeline, such as `mesh.get_group("pp")`; if None, the default group.
         data_parallel_group: the ranks that hold the same stages and train on different samples, such as
             `mesh.get_group("dp")`. Gradients are averaged over these ranks while other stages still compute.
         whole: the model to which the layers belong, needed if it has other names for the layers than their indices,
@@ -394,7 +394,7 @@ _INDEX = "_paceline_place_in_whole"
 
 @dataclass(frozen=True)
 class ParameterIndex:
-    """The index of a parameter in the whole model's `parameters()` (`number`), and their total number (`of`)."""
+    """The index of a parameter in the whole model's `parameters()` (`number`), and the number of parameters (`of`)."""
 
     number: int
     of: int

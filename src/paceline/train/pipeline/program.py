@@ -192,7 +192,7 @@ def _require_single(stages_per_rank: int, name: str) -> None:
 
 
 class MessageContent(Enum):
-    """The content of a message."""
+    """The kind of content in a message."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -446,7 +446,7 @@ def _is_possible(step: Step, plan: PipelineSchedule, computed: set[Task], arrive
 
 
 def _before(task: Task, plan: PipelineSchedule) -> list[tuple[Task, ...]]:
-    """Returns a task's dependencies on the same rank. Any one task in a tuple satisfies the dependency."""
+    """Returns a task's dependencies on the same rank. Of each tuple of tasks, at least one task must be complete."""
     stage, micro_batch = task.stage, task.micro_batch
     if task.phase is PipelinePhase.WEIGHT:
         return [(Task(stage, micro_batch, PipelinePhase.INPUT),)]

@@ -59,8 +59,9 @@ class SharedModelOptimizer(PartitionedOptimizer):
         optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`. Torch's
             elementwise optimizers and `paceline.Lion` update flat slices of parameters; other optimizers update whole
             parameters.
-        params: parameters or parameter groups of the module, as for any optimizer; all parameters if None.
-        process_group: the ranks; the default group if None. All hosts must have the same number of ranks.
+        params: parameters or parameter groups of the module, as for any optimizer; if None, all parameters.
+        process_group: the process group of the ranks; if None, the default group. All hosts must have the same number
+            of ranks.
         defaults: keyword arguments for `optimizer_class`.
 
     Raises:

@@ -151,7 +151,8 @@ class SharedShards(Shards):
 
     def _shard(self, param: torch.Tensor, part: OwnedBytes) -> Shard:
         shard = Shard(param, part, self.rank)
-        # The parameter cannot be used: it has this rank's own gradient, and its version must reveal foreign writes.
+        # A separate tensor is needed because the parameter holds this rank's own gradient, and because the parameter's
+        # version reveals unexpected writes.
         shard.updated = nn.Parameter(shard.run(param.data), param.requires_grad) if shard.is_mine else None
         return shard
 

@@ -303,11 +303,11 @@ def parallelize_module(
 
     Args:
         module: the whole model. Its weights must be the same on every rank if `src_data_rank` is None.
-        device_mesh: a one-dimensional mesh, such as `mesh["tp"]`, or a group; the default group if None.
+        device_mesh: a one-dimensional mesh, such as `mesh["tp"]`, or a process group; if None, the default group.
         parallelize_plan: a style for `module` itself, or a mapping from module names to styles. In a name, `*` matches
             one component: `{"layers.*.mlp.up": ColwiseParallel()}`.
-        src_data_rank: the group rank whose weights are copied to all ranks first, as in torch; None to use each rank's
-            own weights.
+        src_data_rank: the group rank whose weights are copied to all ranks first, as in torch. If None, each rank uses
+            its own weights.
 
     Returns:
         `module`. Its `parameters()` are now this rank's parts, so create optimizers after this call.

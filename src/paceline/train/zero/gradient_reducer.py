@@ -105,7 +105,7 @@ class ShardedGradientReducer:
     Args:
         shards: the shards of each parameter that requires a gradient.
         names: the names of the parameters in `shards`.
-        buckets: for each bucket, a list of indices into `shards`; the same on every rank.
+        buckets: for each bucket, a list of indices into `shards`. The lists must be the same on every rank.
         group: the process group of the ranks.
         ends: the object that runs callbacks at the end of a backward pass.
         shard: whether only owners keep the averaged gradients. If False, all ranks keep them.

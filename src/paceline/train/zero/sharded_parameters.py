@@ -28,7 +28,7 @@ from paceline.train.zero.shards import Shard, flat
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module and the parameters that must be present while its forward pass or backward runs."""
+    """A module and the parameters that must be present while its forward or backward pass runs."""
 
     name: str
     module: nn.Module
@@ -131,7 +131,7 @@ class ShardedParameters:
     """Gathers and frees the parameters of `units`.
 
     Args:
-        units: the units, whose parameters are gathered together; the same on every rank.
+        units: the units, which must be the same on every rank. The parameters of a unit are gathered together.
         shards: the shards of each parameter, by the parameter's `id`.
         group: the process group of the ranks.
         ends: the object that runs callbacks at the end of a backward pass.
@@ -286,8 +286,8 @@ class ShardedParameters:
     def _before_forward(self, number: int, module: nn.Module, inputs: object) -> None:
         self._gather(number)
         if torch.is_grad_enabled() and not self._is_trained(number):
-            # No gradients are computed for the unit's parameters, so the gradients of its inputs mark the end of its
-            # backward pass.
+            # No gradients are computed for the unit's parameters, so the gradients of the inputs mark the end of the
+            # unit's backward pass.
             for tensor in find_tensors(inputs):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._after_backward, number))

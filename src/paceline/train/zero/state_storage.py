@@ -108,8 +108,8 @@ class StateStorage:
     """Allocates memory for an optimizer's state and its master copies of parameters.
 
     Args:
-        dtype: the dtype of the master copies; None to update the parameters themselves.
-        offload: "cpu", or a directory for a memory-mapped file; None to keep the state on the parameters' device.
+        dtype: the dtype of the master copies. If None, the optimizer updates the parameters themselves.
+        offload: "cpu", or a directory for a memory-mapped file. If None, the state is kept on the parameters' device.
         me: a description of this rank for error messages.
 
     Raises:

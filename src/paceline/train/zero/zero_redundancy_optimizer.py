@@ -48,7 +48,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             `DistributedDataParallel`, which averages them itself. Given parameters, the program must average the
             gradients before `step`, for example with a module wrapper; stage 2 then frees gradients only in `step`.
         optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`.
-        process_group: the ranks; the default group if None.
+        process_group: the process group of the ranks; if None, the default group.
         parameters_as_bucket_view: has no effect; accepted for compatibility with torch.
         overlap: whether to average gradients on the group's progress thread during backward. In stage 3, this thread
             additionally prefetches the next layer's parameters.
@@ -56,8 +56,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         module: the module, if `params` are groups of its parameters.
         bucket_cap_mb: the maximum size in MiB of the buckets in which gradients are averaged.
         master_dtype: the dtype, such as `torch.float32`, of master copies of parameters with lower precision, such as
-            bfloat16. The optimizer updates the copies, and the parameters are set to the rounded copies. None to update
-            the parameters themselves.
+            bfloat16. The optimizer updates the copies, and the parameters are set to the rounded copies. If None, the
+            optimizer updates the parameters themselves.
         offload: a directory for a memory-mapped file that holds the master copies and the state, or "cpu" to hold them
             in CPU memory if the parameters are on a GPU. With "cpu", gradients and parameters are transferred through
             page-locked memory.
