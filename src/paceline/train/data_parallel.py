@@ -46,7 +46,7 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
     """Splits every tensor in `value` along `dim` into one part for each device.
 
     Tensors may be nested in lists, tuples, named tuples, mappings and dataclasses. All other values are passed to every
-    device. If there is a single device, a PackedSequence is moved to it.
+    device. If there is a single device, a PackedSequence is moved to that device.
 
     Args:
         value: an arbitrary object.

@@ -126,7 +126,7 @@ class TrackedTensors:
 
 
 def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> TrackedTensors:
-    """Collects the tensors of a module in registration order; a tensor with several names has the first.
+    """Collects a module's tensors in registration order; a tensor with several names is listed under the first name.
 
     Args:
         module: the module; an attribute that its class or `ignore_tensors` sets may list tensors to ignore.

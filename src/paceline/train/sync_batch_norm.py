@@ -196,7 +196,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None) -> M | SyncBatchNorm:
-    """Replaces every BatchNorm layer in `module` with a `SyncBatchNorm` that keeps its parameters and buffers.
+    """Replaces every BatchNorm layer in `module` with a `SyncBatchNorm` that has the same parameters and buffers.
 
     Args:
         module: the module to convert in place, before it is wrapped and before its optimizer is created.

@@ -100,7 +100,7 @@ _SMALL_BYTES = 1 << 16  # tensors up to this size are hashed together
 
 @dataclass
 class _Digest:
-    """A pending digest: the dictionary entry to write, and the text and sums from which it is computed."""
+    """A pending digest: the dictionary entry to write, and the text and sums from which the digest is computed."""
 
     into: dict[str, int]
     name: str
@@ -126,7 +126,7 @@ class DeviceDigests:
         return bool(self._digests or self._copies)
 
     def add(self, into: dict[str, int], name: str, tensor: torch.Tensor) -> None:
-        """Adds a tensor; `read` stores its digest in `into[name]`, which is 0 until then."""
+        """Adds a tensor; `into[name]` is 0 until `read` stores the tensor's digest there."""
         into[name] = 0
         text = f"{tensor.dtype}{list(tensor.shape)}"
         self._digests.setdefault(tensor.device, []).append(_Digest(into, name, text))

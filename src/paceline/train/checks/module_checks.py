@@ -58,7 +58,7 @@ class ModuleChecks:
             self._gradients.forget()
 
     def end(self, averages: Sequence[torch.Tensor] | None = None) -> None:
-        """Completes a backward pass whose gradients were averaged; all ranks must call this the same number of times.
+        """Completes a backward pass whose gradients were averaged; all ranks must call it the same number of times.
 
         Args:
             averages: the averages, or None if they are in the gradients' memory.

@@ -49,7 +49,7 @@ class DisagreeingRanks:
 
     @property
     def has_majority(self) -> bool:
-        """Returns True if one side is larger than all others."""
+        """Returns True if one side is larger than every other side."""
         return len(self.sides[0]) > len(self.sides[1])
 
     @property

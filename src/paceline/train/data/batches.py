@@ -26,7 +26,7 @@ class IndexedBatches:
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._indices, **options)
 
     def read(self, count: int, index_of: Callable[[int], int], sharding: BatchSharding) -> Iterator[tuple[Any, int]]:
-        """Yields this rank's batches for `count` places, each with the place at which its step ends.
+        """Yields this rank's batches for `count` places; each batch is paired with the place at which its step ends.
 
         Indices are computed lazily, so the cost of changing the set of ranks does not depend on the length of the
         epoch.

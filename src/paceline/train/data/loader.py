@@ -72,7 +72,7 @@ class StatefulLoader(Generic[Sample]):
     - `advance(n)` on the iterator skips n samples without producing them, and returns their number. Skipping the
       samples of other ranks then costs no more than this call.
     - `skip(n)` on the dataset returns a dataset without the first n samples. The loader calls it to resume an epoch;
-      without it, the loader reads earlier samples again or skips them with `advance`.
+      without this method, the loader reads earlier samples again or skips them with `advance`.
     - `state_dict` and `load_state_dict` on the dataset or its iterator save and restore the position, if
       `dataset_state` is True. Resuming an epoch then reads at most one step again.
 
@@ -94,7 +94,7 @@ class StatefulLoader(Generic[Sample]):
             repeats a sample of another rank. "drop" skips them.
         dataset_state: whether to save the state of the stream with each position and resume from it. The state must be
             exact: after loading a state that was saved after n samples, any process must continue with sample n.
-            Workers send the state with each batch, so it should be small.
+            Workers send the state with each batch, so the state should be small.
         num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor,
         persistent_workers: see torch's DataLoader. `collate_fn` runs in the workers and receives only this rank's
         samples, so use it for expensive work on a stream's samples.

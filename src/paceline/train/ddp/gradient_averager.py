@@ -246,7 +246,7 @@ class GradientAverager:
         return is_averaged
 
     def _settle_order(self) -> None:
-        """Rebuilds the buckets on an accelerator after the first average; all ranks must call this.
+        """Rebuilds the buckets on an accelerator after the first average; all ranks must call this method.
 
         With a communication hook, the buckets do not change, because the hook may keep state per bucket index.
         """

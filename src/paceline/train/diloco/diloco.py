@@ -127,9 +127,9 @@ class DiLoCo:
     """Trains each rank independently and averages over the ranks every few steps, while training continues.
 
     Every rank trains the model with its `inner` optimizer, without communication. Each fragment (a subset of the
-    parameters) is exchanged once every `every` steps. An exchange averages the fragment's *outer gradient*, the outer
-    parameters minus the rank's parameters, over the ranks. The `outer` optimizer then updates the outer parameters with
-    the mean, and the rank continues from the updated parameters. This is DiLoCo (Douillard et al. 2023) or, with
+    parameters) is exchanged once every `every` steps. An exchange averages, over the ranks, the fragment's *outer
+    gradient*: the outer parameters minus the rank's parameters. The `outer` optimizer then updates the outer parameters
+    with the mean, and the rank continues from the updated parameters. This is DiLoCo (Douillard et al. 2023) or, with
     several fragments, Streaming DiLoCo (Douillard et al. 2025). It sends about `every` times less data than data
     parallel training, so a slow network suffices. After each exchange the outer parameters are bitwise equal on all
     ranks.
@@ -255,8 +255,8 @@ class DiLoCo:
     def finish(self) -> None:
         """Completes all exchanges and sets the parameters to the mean over all ranks, bitwise equal on every rank.
 
-        Every rank must call this; the call waits for ranks that lag behind. Buffers that are not averaged are copied
-        from the first rank. Training may continue afterward.
+        Every rank must call this method, which waits for ranks that lag behind. Buffers that are not averaged are
+        copied from the first rank. Training may continue afterward.
         """
         self._proceed()
         scheduler = self._scheduler

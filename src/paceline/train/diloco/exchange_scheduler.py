@@ -2,7 +2,7 @@
 
 `ExchangeScheduler` determines when an exchange starts and when its result is used. Exchanges are numbered from 0;
 exchange k transfers fragment k mod `fragments` in round k // `fragments`. A round lasts `every` inner steps, and its
-exchanges are spread evenly over these steps. A late rank adopts the step count of the other ranks. Without this, it
+exchanges are spread evenly over these steps. A late rank adopts the step count of the other ranks. Otherwise, the rank
 would fall further behind in each round.
 
 `ArrivalTracker` selects the participants if exchanges do not wait for late ranks; one rank runs it for all ranks. An

@@ -330,7 +330,7 @@ class OuterAverager:
             tensor.div_(parts)
 
     def average(self, group: ProcessGroup, fragment: int, tensors: list[torch.Tensor], parts: int) -> None:
-        """Averages a fragment's tensors over `parts` participants; all ranks in `group` must call this."""
+        """Averages a fragment's tensors over `parts` participants; all ranks in `group` must call this method."""
         self.end(self.begin(group, fragment, tensors), tensors, parts)
 
     def _wire_of(self, fragment: int) -> Wire | None:

@@ -317,7 +317,7 @@ def _nothing() -> None:
 
 
 def _change(after: torch.Tensor, before: torch.Tensor, weight: float) -> torch.Tensor:
-    """Returns a shard's weighted update of a buffer; zero for unchanged entries, even infinite ones."""
+    """Returns a shard's weighted update of a buffer, which is zero for unchanged entries, even if they are infinite."""
     return torch.where(after == before, 0, after - before).mul_(weight)
 
 

@@ -4,8 +4,9 @@ The tree combines neighboring shards pairwise, like the core's tree over ranks: 
 node covers a run of consecutive shards, and its value does not depend on the rank that computes it. The core adds the
 values in place if each rank has one node, the tree over these nodes is the pairwise tree over ranks, and the engine
 supports that order (see `ProcessGroup.sums_as_tree`). Otherwise each rank adds one slice of the values, and all ranks
-gather the slices. This sends as many bytes as an all-reduce. A plain all-reduce would not suffice: most engines do not
-add in tree order, and some round half-precision sums only once at the end, which differs from rounding at each node.
+gather the slices. This sends as many bytes as an all-reduce. A plain all-reduce would not suffice, because most engines
+do not add in tree order, and some round half-precision sums only once at the end, which differs from rounding at each
+node.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def lengths_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[torch.dtype, torch
 
 
 def home_of(tensor: torch.Tensor) -> torch.device:
-    """Returns a tensor's device; returns the CPU for a meta tensor, which is a placeholder for a CPU tensor."""
+    """Returns a tensor's device, or the CPU for a meta tensor, which is a placeholder for a CPU tensor."""
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
 

@@ -1,4 +1,4 @@
-"""Execution: runs a rank's part of a program for one batch: the computations of its stages, and their messages."""
+"""Execution: runs a rank's part of a program for one batch, which consists of stage computations and messages."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def agreed_rows(
     inputs: Sequence[torch.Tensor] | None,
     targets: Sequence[torch.Tensor] | None,
 ) -> int:
-    """Returns the number of samples in the batch; all ranks must call this.
+    """Returns the number of samples in the batch; all ranks must call this function.
 
     Args:
         group: the ranks in the pipeline.
@@ -174,8 +174,9 @@ class Pipeline(nn.Module):
         group: the ranks in the pipeline, such as `mesh.get_group("pp")`; if None, the default group.
         data_parallel_group: the ranks that hold the same stages and train on different samples, such as
             `mesh.get_group("dp")`. Gradients are averaged over these ranks while other stages still compute.
-        whole: the model to which the layers belong, needed if it has other names for the layers than their indices,
-            such as `blocks.0` for layer 1. Checkpoints then use the names and the parameter order of this model.
+        whole: the model to which the layers belong, needed if the model's names for the layers differ from those in
+            `layers`, such as `blocks.0` for layer 1. Checkpoints then use the names and the parameter order of this
+            model.
 
     Raises:
         ValueError: the schedule does not support this combination of ranks, stages and micro-batches; there are too few
@@ -249,7 +250,7 @@ class Pipeline(nn.Module):
     def step(
         self, inputs: Any = None, targets: Any = None, *, scaler: torch.amp.GradScaler | None = None
     ) -> torch.Tensor:
-        """Runs the forward and backward passes for a batch, and accumulates gradients; all ranks must call this.
+        """Runs the forward and backward passes for a batch, and accumulates gradients; all ranks must call it.
 
         Args:
             inputs: a tensor, or a tuple of tensors, with the samples along dimension 0. Ranks without the first stage
@@ -264,7 +265,7 @@ class Pipeline(nn.Module):
         Raises:
             ValueError: inputs or targets are missing, their sizes differ, or the batch has fewer samples than there are
                 micro-batches; raised on all ranks.
-            CollectiveTimeoutError: a rank did not call this in time.
+            CollectiveTimeoutError: a rank did not call this method in time.
             PeerLostError: a rank died.
         """
         rows = self._begin(inputs, targets, True)
@@ -283,7 +284,7 @@ class Pipeline(nn.Module):
         return mean
 
     def forward(self, inputs: Any = None) -> Any:
-        """Runs the forward passes for a batch without computing gradients; all ranks must call this.
+        """Runs the forward passes for a batch without computing gradients; all ranks must call this method.
 
         Returns:
             The output for the whole batch on the rank with the last stage; None on other ranks.

@@ -45,7 +45,7 @@ class HostGroups:
 
 
 def groups_by_host(group: ProcessGroup) -> HostGroups:
-    """Creates the groups for each host; every rank in `group` must call this.
+    """Creates the groups for each host; every rank in `group` must call this function.
 
     Raises:
         ValueError: the group's engine does not use shared memory between the ranks of a host, or the hosts have
@@ -221,7 +221,7 @@ class GradientExchange:
 
     @torch.no_grad()
     def average(self, ready: ReadyRound, update: _core.Update | None, *, stores: bool = False) -> None:
-        """Averages the gradients of a round; every rank must call this.
+        """Averages the gradients of a round; every rank must call this method.
 
         Args:
             ready: the round to average.
@@ -241,7 +241,7 @@ class GradientExchange:
             ready.sums.mul_(size / (size - self.idle))
 
     def first_active(self, has_inputs: bool) -> int:
-        """Returns the first rank that has inputs; every rank must call this."""
+        """Returns the first rank that has inputs; every rank must call this method."""
         everyone = self._groups.whole.all_gather_bytes(bytes([has_inputs]))
         return everyone.index(bytes([True]))
 

@@ -87,7 +87,7 @@ class SharedParameters:
         self.accept()
 
     def add(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Moves parameters, which must be equal on all ranks, to shared memory; every rank must call this."""
+        """Moves parameters, which must be equal on all ranks, to shared memory; all ranks must call it."""
         self._drop_replaced()
         known = {id(param) for param in self._params}
         new = {name: param for name, param in named.items() if id(param) not in known and param.numel()}

@@ -299,7 +299,7 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Divides submodules of `module` in place; all ranks must call this with the same model and plan.
+    """Divides submodules of `module` in place; all ranks must call it with the same model and plan.
 
     Args:
         module: the whole model. Its weights must be the same on every rank if `src_data_rank` is None.

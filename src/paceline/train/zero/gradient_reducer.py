@@ -339,7 +339,7 @@ def total_norm(
 def clip(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
     """Scales gradients by a common factor so that their total norm, which was `total`, is at most `max_norm`.
 
-    Like `torch.nn.utils.clip_grad_norm_`, this does not wait for the device.
+    Like `torch.nn.utils.clip_grad_norm_`, this function does not wait for the device.
     """
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     on_devices = {scale.device: scale}

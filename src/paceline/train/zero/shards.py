@@ -34,7 +34,7 @@ class OwnedBytes(NamedTuple):
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Returns True if an optimizer is known to update elements independently, so that parameters may be cut.
 
-    Only torch's own classes and `Lion` qualify; a derived class may compute on whole parameters.
+    Only torch's own classes and `Lion` qualify, because a derived class may compute on whole parameters.
     """
     return optimizer_class in _ELEMENTWISE
 
