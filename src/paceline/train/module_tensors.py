@@ -129,7 +129,7 @@ def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> Trac
     """Collects a module's tensors in registration order; a tensor with several names is listed under the first name.
 
     Args:
-        module: the module; an attribute that its class or `ignore_tensors` sets may list tensors to ignore.
+        module: the module. Tensors that are listed in an attribute set by the class or by `ignore_tensors` are ignored.
         also_ignored: the names of further tensors to ignore.
     """
     ignored = frozenset(getattr(module, _IGNORED, ())) | frozenset(also_ignored)

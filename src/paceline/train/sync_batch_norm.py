@@ -21,8 +21,8 @@ from paceline.train.preconditions import require_module
 class ChannelStatistics:
     """The number of values in each channel, and each channel's mean and sum of squared deviations.
 
-    The tensors stay on the device of the values, so the host does not have to synchronize with it. Their dtype is the
-    one that `accumulator` returns, and `count` is a scalar.
+    The tensors stay on the device of the values, so the host does not have to synchronize with that device.
+    `accumulator` returns their dtype, and `count` is a scalar.
     """
 
     count: torch.Tensor
@@ -87,7 +87,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch normalization (1d, 2d or 3d) over the batches of all ranks, whose sizes may differ.
+    """Batch normalization (1d, 2d or 3d) over the batches of all ranks. The batch sizes may differ.
 
     In training, forward and backward each run one small collective. In evaluation, or without a process group, the
     layer behaves like an ordinary BatchNorm. The gradients of weight and bias are computed from this rank's batch;
@@ -96,7 +96,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     Args:
         num_features: the number of channels, the second dimension of the input.
         eps: the value added to the variance for numerical stability.
-        momentum: the weight of the latest batch in the running statistics. If None, they are cumulative averages.
+        momentum: the weight of the latest batch in the running statistics. If None, these statistics are cumulative
+            averages.
         affine: whether the layer has a learnable weight and bias.
         track_running_stats: whether the layer keeps running statistics for evaluation.
         process_group: the process group of the ranks; if None, the default group.

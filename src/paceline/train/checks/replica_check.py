@@ -1,4 +1,4 @@
-"""ReplicaCheck: compares digests of the ranks' replicas, and reports which ranks and values differ, and since when.
+"""ReplicaCheck: compares digests of the ranks' replicas, and reports the ranks and values that differ since which step.
 
 A replica consists of parameters, buffers, optimizer states, and the states of random number generators.
 """
@@ -235,7 +235,7 @@ _SHARE = 0.001  # the maximum share of the training time that checks may take
 
 @dataclass(frozen=True)
 class _CheckResults:
-    """The results of one check on all ranks: the digests of each part, the maximum cost, and the shortest step."""
+    """The results of a check on all ranks: the digests of each part, the maximum cost, and the shortest step time."""
 
     parts: dict[str, list[RankDigests]]
     cost_s: float

@@ -85,7 +85,7 @@ class StepResponse(NamedTuple):
 
 
 class StreamBatches:
-    """Reads a rank's batches from a stream, one request per step.
+    """Reads a rank's batches from a stream, with one request per step.
 
     A DataLoader returns batches in the order of the requests, regardless of which workers process them. The main
     process cannot determine the length of the stream, so it sends requests until a worker reports that there is no
@@ -196,7 +196,8 @@ class StreamReader:
         dataset: the whole stream, which yields the same samples in every process.
         epoch: the argument for the dataset's `set_epoch`, if the dataset has this method.
         start: the position at which to begin. To reach it, the reader uses the first of these that exists: the state in
-            `start`, the dataset's `skip`, the iterator's `advance`. If none exists, it reads all earlier samples.
+            `start`, the dataset's `skip`, the iterator's `advance`. If none of these exists, the reader reads all
+            earlier samples.
         keeps_states: whether bookmarks include the state of the stream.
 
     Raises:

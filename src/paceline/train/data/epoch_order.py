@@ -126,7 +126,7 @@ def length_of(dataset: Dataset[Any]) -> int:
 
 @dataclass(frozen=True)
 class RemainingSamples:
-    """The unused places of an epoch: all places from `position` to `length`, followed by returned places.
+    """The unused places of an epoch: the places in `range(position, length)`, followed by returned places.
 
     >>> rest = RemainingSamples(position=6, length=8, returned=(2, 3))
     >>> rest.places(1, 4), rest.after(3)

@@ -39,7 +39,7 @@ class DeferredFuture(Generic[T]):
         return self._compute is None
 
     def wait(self) -> T:
-        """Returns the value, computed by the first call. If the computation fails, every call raises its error."""
+        """Returns the value; the first call computes it. If the computation fails, every call raises the same error."""
         compute, self._compute = self._compute, None
         if compute is not None:
             try:

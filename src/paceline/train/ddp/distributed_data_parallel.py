@@ -89,8 +89,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     """Wraps `module` and averages its gradients over the ranks during backward.
 
     Args:
-        module: the model, the same on every rank, on the CPU or on GPUs for which the group has a backend. Rank 0's
-            parameters and buffers are copied to all ranks.
+        module: the model, on the CPU or on GPUs for which the group has a backend. It must be the same on every rank.
+            Rank 0's parameters and buffers are copied to all ranks.
         device_ids: the module's device, to which forward moves its inputs; an integer is a GPU index. With several
             devices, each processes a part of the batch with its own replica; the CPU may be listed several times. If
             None, inputs are passed to the module unchanged, and its layers may be on any devices.

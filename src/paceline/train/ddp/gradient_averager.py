@@ -214,7 +214,8 @@ class GradientAverager:
         """Records, in a static graph's first backward pass, the number of gradients that each parameter receives.
 
         Returns:
-            False if no rank has a gradient for the module's parameters, so the first backward pass is yet to run.
+            False if no rank has a gradient for the module's parameters. The next backward pass is then treated as the
+            first.
         """
         if not self._is_recording:
             return True
@@ -594,8 +595,8 @@ def digest(inputs: object) -> int | None:
 class DelayedParameters:
     """Averages the gradients of some parameters at the end of each backward pass that reaches `trigger`.
 
-    The average takes one call per dtype, separate from the buckets of other parameters, and runs even within `no_sync`.
-    A parameter without a gradient contributes zeros, as in torch (`delay_all_reduce_named_params`).
+    Averaging takes one call per dtype, separate from the buckets of other parameters, and runs even within `no_sync`. A
+    parameter without a gradient contributes zeros, as in torch (`delay_all_reduce_named_params`).
 
     Args:
         module: the module that contains the parameters.

@@ -348,8 +348,9 @@ class BucketGradients:
             copy_shared: whether gradients that share memory with other tensors are copied.
 
         Raises:
-            TypeError: a gradient is sparse, or its dtype differs from the parameter's dtype at wrapping.
-            ValueError: a gradient's device or shape differs from the parameter's at wrapping.
+            TypeError: a gradient is sparse, or its dtype differs from the dtype that the parameter had when the module
+                was wrapped.
+            ValueError: a gradient's device or shape differs from that of the parameter when the module was wrapped.
         """
         gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
         if len(gradients) != len(self.params):

@@ -8,8 +8,8 @@ Note: the lifecycle of a backward pass
     3. `Reducer._begin` queues `Reducer._end` as the autograd engine's final callback. The state is BACKWARD.
     4. Each parameter in a bucket that may be reduced early has a hook that decrements the bucket's counter
        (`GradientAverager.count_and_start`). Full buckets are passed to the group's progress thread, strictly in order,
-       because all ranks must call collectives in the same order. The hooks hold a lock: autograd uses one thread per
-       device, and without the lock two threads could start the same bucket.
+       because all ranks must call collectives in the same order. The hooks hold a lock, because autograd uses one
+       thread per device and two threads could otherwise start the same bucket.
     5. `Reducer._end` reduces all other buckets on this thread, waits for the calls in flight, and copies averages back
        to gradients that were not reduced in place (`GradientAverager.average_rest`). The last bucket becomes full only
        when backward is about to end. It therefore always waits for the end, and its parameters need no hooks. The state
@@ -151,7 +151,8 @@ class Reducer:
 
         Args:
             output: the output of forward, which may be an arbitrarily nested structure of tensors.
-            copy_shared: whether an input of forward requires a gradient, which may share memory with a parameter's.
+            copy_shared: whether an input of forward requires a gradient. The input's gradient may share memory with a
+                parameter's gradient.
         """
         self.forwards += 1
         if self._state in (BackwardState.IDLE, BackwardState.REPEATING):
@@ -177,8 +178,8 @@ class Reducer:
     def leave_out(self, output: object) -> None:
         """Excludes `output` from averaging, even while another forward pass awaits its backward pass.
 
-        A backward pass through `output` also reaches the parameters. Unless excluded, it would be mistaken for the
-        awaited backward pass.
+        A backward pass through `output` also reaches the parameters. If `output` were not excluded, such a backward
+        pass would be mistaken for the awaited one.
         """
         self._outputs.mark_unwatched(_differentiable(output))
 
@@ -280,7 +281,7 @@ class Reducer:
             self.wait_s += time.perf_counter() - started
 
     def _average(self) -> None:
-        """Averages all gradients that are not averaged yet, and sets the state according to missing gradients."""
+        """Averages the gradients that have not been averaged; the new state depends on whether any are missing."""
         is_awaited = self._state not in (BackwardState.IDLE, BackwardState.REPEATING)
         if not self._averager.record_static():
             # The backward pass was a torch.autograd.grad for other tensors; a backward pass for the parameters may
@@ -332,7 +333,7 @@ class OutputHooks:
         self.in_other = False
 
     def forget(self) -> None:
-        """Discards the state of earlier forward passes and their backward pass."""
+        """Discards the state of earlier forward passes and their backward passes."""
         self.task = NO_BACKWARD
         self.unreached = 0
 

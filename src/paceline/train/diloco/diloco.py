@@ -241,7 +241,7 @@ class DiLoCo:
     def step(self) -> None:
         """Counts an inner step, starts the exchanges that are due, and applies the results that are due.
 
-        Call it after each step of the inner optimizer, even if a GradScaler has skipped that step.
+        Call this method after each step of the inner optimizer, even if a GradScaler has skipped that step.
 
         Raises:
             PeerLostError: a rank died.
@@ -298,8 +298,8 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Returns the outer parameters, the states of both optimizers, and the training progress.
 
-        The call does not communicate, and any number of ranks can load the state of one rank. Save it together with
-        `model.state_dict()`, which contains this rank's own parameters. Exchanges in flight restart after loading.
+        The call does not communicate, and any number of ranks can load the state of one rank. Save the result together
+        with `model.state_dict()`, which contains this rank's own parameters. Exchanges in flight restart after loading.
         """
         copies = [copy.detach().clone() for _, copy in self.outer_module.pairs()]
         return {
@@ -390,7 +390,7 @@ class DiLoCo:
             self._scheduler.complete(action)
 
     def _use(self, outcome: ExchangeResult) -> None:
-        """Updates the outer parameters with a result, and sets this rank's parameters from them."""
+        """Updates the outer parameters with a result, and derives this rank's parameters from them."""
         fragment, outer = self.rhythm.fragment(outcome.exchange), self.outer_module
         before = self._before.pop(outcome.exchange, None)
         if not outcome.took_part:

@@ -243,7 +243,7 @@ class LogicalShards:
     def _update(
         buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor], changes: Sequence[torch.Tensor]
     ) -> None:
-        """Adds the mean update over the shards to floating-point buffers, and sets other buffers to shard 0's."""
+        """Adds the mean update over the shards to floating-point buffers, and copies other buffers from shard 0."""
         for buffer, old, change in zip(buffers, before, changes, strict=True):
             buffer.copy_(old + change.to(buffer.device) if buffer.is_floating_point() else change)
 

@@ -364,7 +364,7 @@ class Execution:
         self._last_adds = set({task.stage: task for task in adds}.values())
 
     def run(self) -> list[Value]:
-        """Runs all steps; returns each micro-batch's output or loss if this rank has the last stage, otherwise []."""
+        """Runs all steps; returns each micro-batch's output or loss on the last stage's rank, and [] on other ranks."""
         for step in self._steps:
             if isinstance(step, StageTransfer):
                 self._transfer(step)

@@ -96,8 +96,8 @@ def into_stages(layers: Sequence[nn.Module], stages: int, split: Sequence[int] |
     Args:
         layers: the layers of the model.
         stages: the number of stages.
-        split: the number of layers in each stage. None minimizes the size of the largest stage, where a layer's size is
-            its number of parameters plus one.
+        split: the number of layers in each stage. If None, the largest stage is as small as possible; the size of a
+            layer is its number of parameters plus one.
 
     Raises:
         ValueError: there are fewer layers than stages, or `split` does not match the layers and stages.
@@ -170,7 +170,7 @@ class Pipeline(nn.Module):
             bubble (idle time) is (p - 1) / (m + p - 1) of a step.
         schedule: `1f1b`, `gpipe`, `interleaved` or `zero_bubble`; see docs/large-models.md.
         stages_per_rank: the number of stages per rank; more than 1 only with `interleaved`.
-        split: the number of layers in each stage; by default, the size of the largest stage is minimized.
+        split: the number of layers in each stage; by default, the largest stage is as small as possible.
         group: the ranks in the pipeline, such as `mesh.get_group("pp")`; if None, the default group.
         data_parallel_group: the ranks that hold the same stages and train on different samples, such as
             `mesh.get_group("dp")`. Gradients are averaged over these ranks while other stages still compute.
@@ -414,7 +414,7 @@ class UndividedModel:
     keys: frozenset[str]
 
     def key_of(self, key: str) -> str:
-        """Converts a key in the Pipeline's `state_dict` to the key in the whole model's."""
+        """Converts a key in the Pipeline's `state_dict` to the corresponding key of the whole model."""
         layer, _, rest = key.partition(".")
         return _within(self.names[layer], rest)
 

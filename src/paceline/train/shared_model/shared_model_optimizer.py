@@ -119,7 +119,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
             closure: a function that computes the loss and its gradients; it is called once.
 
         Raises:
-            TypeError: `torch.amp.GradScaler` steps this optimizer.
+            TypeError: the caller is `torch.amp.GradScaler`.
             RuntimeError: a rank has written to the parameters since the last step, or an earlier step failed; raised on
                 every rank.
         """
@@ -258,7 +258,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         return total.float()
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Returns a context in which every rank has a private copy of the parameters, which it may modify or load.
+        """Returns a context in which every rank has a private copy of the parameters that it may modify.
 
         All ranks must enter the context. On exit, rank 0's parameters are copied to all ranks.
         """

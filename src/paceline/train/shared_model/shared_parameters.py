@@ -131,7 +131,7 @@ class SharedParameters:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Returns a context in which ranks update the parameters. After an error in it, parameters are unusable."""
+        """Returns a context for updating the parameters. An error in this context makes the parameters unusable."""
         self._torn.reason = _torn_reason(self._group, "an error")
         try:
             yield

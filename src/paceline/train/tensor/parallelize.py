@@ -81,7 +81,7 @@ class ColwiseParallel(ParallelStyle):
         _require(self.output_layout in (WHOLE, -1), "ColwiseParallel: output_layouts", output_layouts, "Shard(-1)")
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """Applies this style; see the class."""
+        """Applies this style to the module `name`, as described in the class."""
         if isinstance(module, nn.Linear):
             linear = _become(module, ColwiseLinear, group)
             linear.input_layout, linear.output_layout = self.input_layout, self.output_layout
@@ -124,7 +124,7 @@ class RowwiseParallel(ParallelStyle):
         _require(self.input_layout in (WHOLE, -1), "RowwiseParallel: input_layouts", input_layouts, "Shard(-1)")
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """Applies this style; see the class."""
+        """Applies this style to the module `name`, as described in the class."""
         if isinstance(module, nn.Linear):
             linear = _become(module, RowwiseLinear, group)
             linear.input_layout, linear.output_layout = self.input_layout, self.output_layout
@@ -144,7 +144,7 @@ class RowwiseParallel(ParallelStyle):
 
 
 class SequenceParallel(ParallelStyle):
-    """Runs a module with replicated weights on each rank's part of the sequence; for LayerNorm, RMSNorm and Dropout.
+    """Runs a LayerNorm, RMSNorm or Dropout module with replicated weights on each rank's part of the sequence.
 
     The module's input must already be divided, for example by `RowwiseParallel(output_layouts=Shard(1))`. The gradients
     of the module's weights are summed over the ranks.
@@ -158,7 +158,7 @@ class SequenceParallel(ParallelStyle):
         self.sequence_dim = sequence_dim
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """Applies this style; see the class."""
+        """Applies this style to the module `name`, as described in the class."""
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(_summing(group))
@@ -189,7 +189,7 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """Applies this style; see the class."""
+        """Applies this style to the module `name`, as described in the class."""
 
         def prepare(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
             known = zip(arguments, self._layouts, self._desired, strict=False)
@@ -224,7 +224,7 @@ class PrepareModuleOutput(ParallelStyle):
             )
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """Applies this style; see the class."""
+        """Applies this style to the module `name`, as described in the class."""
 
         def prepare(_: nn.Module, __: object, output: Any) -> Any:
             outputs = output if isinstance(output, tuple) else (output,)

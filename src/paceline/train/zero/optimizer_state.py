@@ -26,10 +26,10 @@ _WHOLE_ONLY = ("params", "param_names")  # group keys that are not copied to a r
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Loads a `state_dict` into the optimizer; scalars keep their dtypes from the state.
+    """Loads a `state_dict` into the optimizer; scalars keep the dtypes that they have in the state.
 
     Torch converts all scalars except the number of steps to the parameter's dtype. If the parameter is bfloat16, this
-    rounds the float32 scalars in NAdam and ASGD.
+    conversion rounds the float32 scalars in NAdam and ASGD.
     """
     optimizer.load_state_dict(state)
     if "param_groups" not in state or not isinstance(state.get("state"), Mapping):

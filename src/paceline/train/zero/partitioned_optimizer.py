@@ -239,7 +239,8 @@ class PartitionedOptimizer(Optimizer, Joinable):
         """Returns the whole state on the rank that gathered it, in the format of the unsharded optimizer.
 
         Raises:
-            RuntimeError: `consolidate_state_dict` was not called since the last step, or gathered on a different rank.
+            RuntimeError: `consolidate_state_dict` has not been called since the last step, or has gathered the state on
+                a different rank.
         """
         if self._consolidated is None:
             raise RuntimeError(

@@ -36,7 +36,7 @@ class Unit:
 
 
 def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit]:
-    """Divides a model into units: entries of each `nn.Sequential`, `nn.ModuleList` and `nn.ModuleDict`, and the rest.
+    """Divides a model into units: entries of `nn.Sequential`, `nn.ModuleList` and `nn.ModuleDict`, and the remainder.
 
     These entries are usually the layers of a model, which run sequentially. A nested unit's parameters do not belong to
     the outer unit. The unit for the whole module contains parameters outside all layers and parameters that several

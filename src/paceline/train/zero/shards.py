@@ -212,10 +212,10 @@ class Shard:
 
 
 class Shards:
-    """The shards of an optimizer's parameters, which are the same on every rank.
+    """The division of an optimizer's parameters into shards, which is the same on every rank.
 
     Args:
-        rank: the number of this rank.
+        rank: the index of this rank.
         size: the number of ranks.
         cuts: whether parameters may be cut.
     """

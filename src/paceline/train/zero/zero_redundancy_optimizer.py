@@ -133,7 +133,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             closure: a function that computes the loss and its gradients; it is called once.
 
         Raises:
-            TypeError: `torch.amp.GradScaler` steps this optimizer in stage 2 or 3.
+            TypeError: the stage is 2 or 3, and the caller is `torch.amp.GradScaler`.
         """
         self._require_own_scaler(f"in stage {self.stage}")
         loss = None
