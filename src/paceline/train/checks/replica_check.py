@@ -435,7 +435,7 @@ def gather_digests(
 def find_differences(
     gathered: _CheckResults, parts: Mapping[str, StateDigests], group: ProcessGroup
 ) -> list[ReplicaDifference]:
-    """Returns the parts that differ; a collective, called on all ranks after `gather_digests`."""
+    """Returns the parts that differ; a collective that all ranks call after `gather_digests`."""
     differences = []
     for part, digests in gathered.parts.items():
         sides = compare_digests(digests)

@@ -69,7 +69,7 @@ AFTER_BEGIN = {
 
 
 class Reducer:
-    """Averages the gradients of a module during and at the end of each backward pass.
+    """Averages the gradients of a module during each backward pass and at its end.
 
     Args:
         averager: the object that averages the gradients.
@@ -300,7 +300,7 @@ class Reducer:
         self._state = BackwardState.INCOMPLETE if is_awaited else BackwardState.IDLE
 
     def _require_used(self) -> None:
-        """Raises an error if forward used no parameter that lacks a gradient, so no backward pass can compute one."""
+        """Raises an error if all missing gradients belong to parameters that forward did not use."""
         unused = self._unused_at_first
         if unused and self._outputs.unreached == 0:
             missing = self._gradients.missing()

@@ -142,9 +142,9 @@ class DiLoCo:
             copied to all ranks. The ranks of a host may wrap the model in a DistributedDataParallel if `process_group`
             contains one rank per host.
         inner: the optimizer with which each rank trains.
-        outer: a new optimizer for `model.parameters()`, such as
-            `torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)`. DiLoCo replaces its parameters
-            with copies; its parameter groups and learning rate scheduler remain valid.
+        outer: a new optimizer for `model.parameters()`, such as `torch.optim.SGD(model.parameters(), lr=0.7,
+            momentum=0.9, nesterov=True)`. DiLoCo replaces the optimizer's parameters with copies; its parameter groups
+            and learning rate scheduler remain valid.
         every: the number of inner steps between two exchanges of the same fragment.
         fragments: the number of fragments, of about equal size, that are exchanged in turn.
         wire: the format to which outer gradients are rounded between hosts, with error feedback: "bf16", "int8" or

@@ -125,7 +125,7 @@ class ExchangeMailbox:
     def latest_offer_from(self, number: int) -> int | None:
         """Returns the latest started exchange if `number` has started, FINISHED if training is complete, or else None.
 
-        The caller holds `changed`.
+        The caller must hold `changed`.
         """
         if number in self._offers:
             return self._latest

@@ -1,8 +1,8 @@
 """SharedParameters: parameters in memory that all ranks on a host map, with guards against invalid reads and writes.
 
-Write to shared parameters only inside `updating`, between the first collective of a step and the barrier at its end. At
-any other time, other ranks may be reading the parameters. All other writers, such as `load_state_dict`, write to
-private copies inside `private`. Partly updated parameters can be neither used nor saved.
+Write to shared parameters only in the context `updating`, between the first collective of a step and the barrier at its
+end. At any other time, other ranks may be reading the parameters. All other writers, such as `load_state_dict`, write
+to private copies in the context `private`. Partly updated parameters can be neither used nor saved.
 """
 
 from __future__ import annotations

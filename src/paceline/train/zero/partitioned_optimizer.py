@@ -129,8 +129,8 @@ def synchronize_parameters(
 def replica_check(module: nn.Module | None, params: Sequence[torch.Tensor], group: ProcessGroup) -> ReplicaCheck | None:
     """Creates the check that compares the ranks' copies of the optimizer's parameters, or returns None.
 
-    No check is needed without a module, if checks are off, or in a group of one rank. The check does not compare the
-    optimizer's state, because each rank holds a different part of it.
+    No check is needed if there is no module, if checks are off, or if the group has one rank. The check does not
+    compare the optimizer's state, because each rank holds a different part of it.
     """
     checks = choose_checks(None)
     if module is None or not checks.are_on or group.size() == 1:
@@ -228,7 +228,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         return PartitionedJoinHook(self._step_without_inputs, self._divide_by_initial, by_initial)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers the whole state on group rank `to`, where `state_dict` then returns it; called on every rank.
+        """Gathers the whole state on group rank `to`, where `state_dict` then returns it; all ranks must call it.
 
         The gathered tensors are on the CPU, regardless of the device of the parameters.
         """

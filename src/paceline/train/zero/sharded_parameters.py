@@ -93,7 +93,7 @@ Layer = TypeVar("Layer", bound=Hashable)
 
 
 class LayerOrder(Generic[Layer]):
-    """Predicts the next layer to run: the layer that ran after the current layer the last time.
+    """Predicts the next layer to run: the layer that followed the current layer when it last ran.
 
     >>> order = LayerOrder()
     >>> [order.visit(layer) for layer in (0, 1, 2)]
@@ -210,7 +210,7 @@ class ShardedParameters:
                 self._gather_if_absent(number)
 
     def free(self, number: int) -> None:
-        """Frees a unit's parameters, except parameters that this rank owns whole."""
+        """Frees a unit's parameters, except parameters that this rank owns entirely."""
         if number in self._flying:
             self._arrive(number)  # completes a prefetch whose prediction was wrong
         if self._pinned or not self._present[number]:
@@ -222,7 +222,7 @@ class ShardedParameters:
                 param.data = whole.new_empty(0)
 
     def free_all(self) -> None:
-        """Frees all parameters, except parameters that this rank owns whole."""
+        """Frees all parameters, except parameters that this rank owns entirely."""
         for number in range(len(self._units)):
             self.free(number)
 

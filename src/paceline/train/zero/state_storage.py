@@ -183,7 +183,7 @@ class StateStorage:
         self.settle(inner)
 
     def settle(self, inner: Optimizer) -> None:
-        """Moves state outside the file, for example after loading, into the file; does nothing without a file.
+        """Moves state that is not in the file, for example after loading, into the file; does nothing without a file.
 
         Raises:
             OSError: the disk is full.

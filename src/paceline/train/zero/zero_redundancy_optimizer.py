@@ -226,7 +226,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """Returns the hook for `Join`; accepts `divide_by_initial_world_size` if this object averages the gradients.
 
         Raises:
-            ValueError: the stage is 3, which gathers parameters in forward; a rank without inputs does not run a
+            ValueError: the stage is 3. Stage 3 gathers parameters in forward, and a rank without inputs does not run a
                 forward pass.
         """
         if self.stage == 3:
