@@ -123,7 +123,7 @@ class ExchangeMailbox:
         self.changed.wait(seconds)
 
     def latest_offer_from(self, number: int) -> int | None:
-        """Returns the latest started exchange if `number` has started, FINISHED if training is complete, or else None.
+        """Returns the latest started exchange if `number` has started, FINISHED if training is complete, or None.
 
         The caller must hold `changed`.
         """
