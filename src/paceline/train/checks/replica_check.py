@@ -1,4 +1,4 @@
-"""ReplicaCheck: compares digests of the ranks' replicas, and reports the ranks and values that differ since which step.
+"""ReplicaCheck: compares digests of the replicas; reports which ranks and values differ, and the first such step.
 
 A replica consists of parameters, buffers, optimizer states, and the states of random number generators.
 """
