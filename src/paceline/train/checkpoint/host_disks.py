@@ -44,7 +44,7 @@ class Disks:
 
 
 def found_disks(root: Root, channel: CollectiveChannel) -> Disks:
-    """Finds the ranks that use the same directory: each rank creates a file there and looks for the others' files.
+    """Finds the ranks that use the same directory. Each rank creates a file and looks for the files of other ranks.
 
     Raises:
         CheckpointError: a rank cannot write to its directory; raised on every rank.
@@ -165,7 +165,7 @@ class AbsentCheckpoint:
 def newest_spread(
     root: Root, disks: Disks, channel: CollectiveChannel, damaged: Mapping[str, str]
 ) -> tuple[SpreadCheckpoint | None, dict[str, str]]:
-    """Returns the newest checkpoint whose files ranks can read, and the reasons why newer ones were skipped, by token.
+    """Returns the newest checkpoint with no unreadable file, and the reasons why newer ones were skipped, by token.
 
     Args:
         damaged: the faults of checkpoints that are known to be damaged, by token.

@@ -60,17 +60,17 @@ def load(
     """Loads a checkpoint into `state`; every rank calls this. A different number of ranks may have saved it.
 
     Modules, optimizers, tensors and all other objects with `load_state_dict` are restored in place, and plain values
-    are replaced in the dict. Data that all ranks need is read once, by one of the ranks, and sent to the others. Each
-    rank separately reads its part of state that is divided among the ranks, for example by ZeRO.
+    are replaced in the dict. Data that all ranks need is read once, by one of the ranks, and sent to the others. If
+    state is divided among the ranks, for example by ZeRO, each rank reads only its own part.
 
     Args:
-        state: the objects, by the names with which they were saved; some names may be missing. None is replaced with
-            the saved value. The saved value of an object is the result of its `state_dict`.
-        path: the directory that was passed to `save`, whose newest complete checkpoint is loaded; a single checkpoint
-            in it; or a checkpoint from another library, which is a file written by `torch.save`, a directory written by
-            `torch.distributed.checkpoint`, or a safetensors file.
-        strict: whether everything in the state must be in the checkpoint, and modules must have the same parameters.
-            A module without parameters, buffers or extra state may be missing. Default: True.
+        state: the objects, by the names under which they were saved; some names may be missing. A value of None is
+            replaced with the saved value. The saved value of an object is the result of its `state_dict`.
+        path: the directory that was passed to `save`, to load its newest complete checkpoint; a single checkpoint in
+            that directory; or a checkpoint from another library (a file written by `torch.save`, a directory written by
+            `torch.distributed.checkpoint`, or a safetensors file).
+        strict: whether everything in the state must be in the checkpoint, and whether modules must have the same
+            parameters. A module without parameters, buffers or extra state may be missing. Default: True.
         group: the ranks that load, or None for the default group. A process without a group loads alone. Default: None.
         shared: whether all ranks share the disk. If False, each rank reads the files on its own disk, and fetches all
             other files from ranks that can read them. A checkpoint is complete if each of its files is on the disk of
@@ -109,7 +109,7 @@ def load(
 
 
 def _found(where: str | os.PathLike[str]) -> str:
-    """Returns the path of a checkpoint, given that path or the path of its directory."""
+    """Returns the path of the checkpoint at `where`, or of the newest complete checkpoint if `where` is a root."""
     if os.path.exists(where) and (foreign := open_foreign(where)) is not None:
         return _FOREIGN + foreign.path
     with open_checkpoint(where) as checkpoint:

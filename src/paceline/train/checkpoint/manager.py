@@ -48,8 +48,8 @@ class CheckpointManager:
 
     Args:
         path: the directory for the checkpoints.
-        every: the interval between checkpoints, as a timedelta or as a number of steps. With a number, every step that
-            is a multiple of it is saved. If None, every step is saved. Default: None.
+        every: the interval between checkpoints, as a timedelta or as a number of steps. With a number, a step is saved
+            if it is a multiple of that number. If None, every step is saved. Default: None.
         keep: the number of checkpoints to keep. Default: 3.
         asynchronous: whether training continues while a checkpoint is written. Default: True.
         group: the ranks that save, or None for the default group. Default: None.
@@ -57,7 +57,7 @@ class CheckpointManager:
             parts that are missing on their disk from other ranks. Elastic jobs do not support False. Default: True.
         peer_copies: the number of other hosts whose launchers keep a copy of each part in memory, in addition to the
             launcher on the rank's own host. If 0, no copies are kept. `restore` loads the newest complete checkpoint,
-            whether in memory or on disk. Requires that `paceline run` has started all ranks. Default: 0.
+            whether in memory or on disk. Requires that all ranks were started by `paceline run`. Default: 0.
 
     Example::
 
@@ -325,7 +325,7 @@ class CheckpointManager:
 class EndingSignals:
     """On the first SIGTERM, requests that the loop stop after the step.
 
-    A second one terminates the process immediately.
+    A second SIGTERM terminates the process immediately.
     """
 
     def __init__(self) -> None:

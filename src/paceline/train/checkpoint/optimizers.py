@@ -1,7 +1,7 @@
-"""Captures optimizers. A checkpoint holds the state of an optimizer for the whole model, even if ranks divide it.
+"""Captures optimizers. A checkpoint holds an optimizer's state for the whole model, even if ranks divide the model.
 
 The state of an optimizer is keyed by parameter numbers. On each rank of a pipeline, the optimizer numbers only its own
-parameters. The ranks therefore agree on a `Numbering`, which maps these to the numbers in the undivided model's
+parameters. The ranks therefore agree on a `Numbering`, which maps each rank's numbers to those in the undivided model's
 optimizer.
 """
 

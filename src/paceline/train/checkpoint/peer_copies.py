@@ -1,4 +1,4 @@
-"""Replicas of checkpoints in the memory of launchers, which `CheckpointManager` writes and restores.
+"""Replicas of checkpoints in the memory of launchers. `CheckpointManager` writes and restores these replicas.
 
 The protocol and the replication itself are in `peer_memory`, which imports no torch.
 """
@@ -53,7 +53,7 @@ class _ReplicationReport:
     Attributes:
         root: this rank's path of the checkpoint directory.
         location: the cache of this rank's launcher, or None if it cannot be reached.
-        whole: the sequence number and token of the newest checkpoint that all caches have according to this rank.
+        whole: the sequence number and token of the newest checkpoint that, according to this rank, all caches have.
         why: the reason why `location` is None.
     """
 
@@ -119,7 +119,7 @@ class PeerCopies:
         return partial(self._replicate, replication, channels)
 
     def _replicate(self, replication: Replication, channels: tuple[RankChannel, RankChannel]) -> None:
-        """Replicates a checkpoint. Errors are only printed: the checkpoint on disk does not depend on the replicas."""
+        """Replicates a checkpoint. Errors are only printed, because the checkpoint on disk does not depend on replicas."""
         try:
             replicate_checkpoint(replication, channels, dial)
         except _UNREACHABLE as error:
@@ -200,7 +200,7 @@ class PeerCopies:
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
 
     def _inventories(self, root: str, channel: CollectiveChannel) -> bytes:
-        """Returns the encoded inventory of this host's cache; a job with one rank adds those of other hosts."""
+        """Returns the encoded inventory of this host's cache. If the job has one rank, adds those of other hosts."""
         found: list[Inventory] = []
         if self._own:
             with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:
@@ -217,7 +217,7 @@ class PeerCopies:
 
 
 class _CacheReader:
-    """Opens a cached checkpoint on one rank, which reads each file from its own host's cache if possible.
+    """Opens a cached checkpoint on one rank. Each file is read from the cache on the rank's own host if possible.
 
     Args:
         own_inventories: the inventories that this rank fetched, beginning with that of its own host.

@@ -1,8 +1,8 @@
 """Conversion of states between nested containers of tensors and the plain values and bytes of a checkpoint.
 
 `take_apart` separates the tensors in a tree from its plain values, and `put_together` is the inverse. A checkpoint
-holds plain values of a few types. Objects of subclasses, such as a Counter, are saved as the plain type;
-`with_classes_of` takes their classes from the state into which a checkpoint is loaded.
+holds plain values of a few types. Instances of subclasses, such as a Counter, are saved as the plain type. On loading,
+`with_classes_of` takes their classes from the state to be restored.
 """
 
 from __future__ import annotations

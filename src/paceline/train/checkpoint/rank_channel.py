@@ -1,6 +1,6 @@
 """Channels through which the ranks that save or load a checkpoint exchange bytes.
 
-The training thread uses the group's collectives (`GroupChannel`), or no communication in a process without a group
+The training thread uses the group's collectives (`GroupChannel`). A process without a group exchanges nothing
 (`SingleRank`). A thread that writes in the background uses the job's store (`StoreChannel`), because only the training
 thread may call the group's collectives.
 """
@@ -95,14 +95,14 @@ def result_of_first(work: Callable[[], bytes], channel: CollectiveChannel) -> by
 class StoreChannel:
     """A channel over keys in the job's store, for threads other than the training thread. Each method is called once.
 
-    Each rank registers a last will, which the store publishes if the rank dies. The others then fail without waiting
-    for the timeout.
+    Each rank registers a last will, which the store publishes if the rank dies. The other ranks then fail without
+    waiting for the timeout.
 
     Args:
         group: the process group of the ranks.
         store: the job's store.
         token: a string that is the same on all ranks and different for each channel.
-        timeout_s: the time that a rank waits for each of the others, in seconds.
+        timeout_s: the maximum time that a rank waits for each other rank, in seconds.
     """
 
     def __init__(self, group: ProcessGroup, store: Store, token: str, timeout_s: float) -> None:

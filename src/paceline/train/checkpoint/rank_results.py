@@ -16,7 +16,7 @@ _SUCCESS, _FAILURE, _DAMAGE = b"+", b"-", b"!"
 
 
 class RankChannel(Protocol):
-    """Exchanges bytes between ranks, which must call its methods in the same order.
+    """Exchanges bytes between ranks. All ranks must call the methods in the same order.
 
     Attributes:
         rank: the number of this rank.
@@ -40,7 +40,7 @@ class RankChannel(Protocol):
 def encode_result(work: Callable[[], bytes], me: str) -> bytes:
     """Calls `work` and encodes its result or its error for other ranks; `decode_result` is the inverse.
 
-    If the error message does not begin with a rank, the name of this rank, `me`, is prefixed.
+    If the error message does not begin with the name of a rank, `me`, the name of this rank, is prepended.
     """
     try:
         return _SUCCESS + work()

@@ -1,8 +1,8 @@
-"""Reads the tensor regions that ranks request from a checkpoint.
+"""Reads tensor regions from a checkpoint, as requested by the ranks.
 
-A `LoadPlan` collects a rank's requests and the memory for their results. `fill` reads from a disk that all ranks share:
-regions that all ranks request are read once and broadcast, and each rank reads its other regions itself. `fetch` reads
-from the disks of several hosts: each rank reads the files on its own disk, and receives the rest from ranks that can
+A `LoadPlan` collects a rank's requests and the memory for their results. `fill` reads from a disk that all ranks share.
+Regions requested by all ranks are read once and broadcast, and each rank reads its other regions itself. `fetch` reads
+from the disks of several hosts. Each rank reads the files on its own disk, and receives the rest from ranks that can
 read the other files.
 """
 
@@ -101,7 +101,7 @@ class LoadPlan:
         region: Region | None = None,
         by_all: bool = True,
     ) -> None:
-        """Requests that a tensor, or a region of it, is read into `target`.
+        """Requests that a tensor, or a region of it, be read into `target`.
 
         Args:
             name: the name of the tensor.
@@ -157,7 +157,7 @@ class LoadPlan:
     def tree(self, name: str, *, by_all: bool = True) -> Callable[[], Any]:
         """Requests the tree with this name; returns a function that returns the tree once it has been read.
 
-        If each rank saved its own tree, this reads the tree from this rank, or from rank 0 if this rank saved none. For
+        If each rank saved its own tree, the tree of this rank is read, or that of rank 0 if this rank saved none. For
         an object that was saved in parts, such as a module, the tree is a dict like the result of `state_dict`.
 
         Args:
@@ -253,7 +253,7 @@ def fill(plan: LoadPlan, channel: CollectiveChannel) -> None:
 
 
 def _owned_ranges(by_all: Sequence[ReadItem], plan: LoadPlan, size: int) -> list[_OwnedRange]:
-    """Assigns the bytes of the items to the ranks in order, with about the same number for each rank."""
+    """Assigns the bytes of the items to the ranks in order, with about the same number of bytes for each rank."""
     parts = [(item, start, stop) for item in by_all for start, stop in _whole_blocks(item, plan)]
     total = sum(stop - start for _, start, stop in parts)
     ranges, before = [], 0
@@ -369,7 +369,7 @@ def _missing(
 ) -> Iterator[PieceRequest]:
     """Yields requests for the pieces of an item that are not on this rank's disk.
 
-    The requests for consecutive pieces go to different ranks among those that can read the file.
+    Requests for consecutive pieces are sent to different ranks, chosen from those that can read the file.
     """
     entry = plan.tensors[item.name]
     for index, piece in enumerate(entry.pieces):

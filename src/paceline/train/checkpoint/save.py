@@ -62,10 +62,10 @@ def save(
 ) -> SaveHandle | None:
     """Saves the state of a training loop as a checkpoint in the directory `path`; every rank calls this.
 
-    Every rank writes an equal share of the state that all ranks have, such as a model's parameters. It also writes its
-    own part of divided state, such as ZeRO shards or the layers of a `Pipeline`. The checkpoint becomes visible
-    atomically when all of it is on disk. Older checkpoints are removed only after that, so a complete checkpoint always
-    exists. Any number of ranks can load it.
+    Every rank writes an equal share of the state that all ranks have, such as a model's parameters. Each rank also
+    writes its own part of divided state, such as ZeRO shards or the layers of a `Pipeline`. The checkpoint becomes
+    visible atomically when all of it is on disk. Older checkpoints are removed only afterward, so a complete checkpoint
+    always exists. Any number of ranks can load it.
 
     Module buffers and loader positions are saved from the first rank. Other state that differs between ranks is saved
     for each rank.
@@ -129,7 +129,7 @@ def staged(root: Root, plan: SavePlan, channel: CollectiveChannel) -> SavePlan:
         return b""
 
     try:
-        # All ranks wait until every rank has its copies, because they may share memory that the next step changes.
+        # All ranks wait until every rank has its copies, because ranks may share memory that the next step changes.
         results_of_all(copy, channel)
     except BaseException:
         abandon(root, plan.draft, plan.disks, channel.rank)
@@ -175,7 +175,7 @@ def outgoing_of(held: LocalRegion) -> WriteItem:
 
 
 def _publish_on_one(root: Root, plan: SavePlan, written: bytes, keep: int, channel: RankChannel) -> None:
-    """Publishes the checkpoint, on rank 0, on the disk that all ranks share.
+    """Publishes the checkpoint on the disk that all ranks share. Rank 0 does this for all ranks.
 
     Args:
         written: the encoded result of writing this rank's part.
@@ -315,7 +315,7 @@ class SaveHandle:
 class Staging:
     """Memory for copies, reused for later checkpoints because allocating it takes longer than the copy itself.
 
-    Tensors on a device are copied asynchronously on the current streams, so later work on the device follows the
+    Tensors on a device are copied asynchronously on the current streams, so later work on the device runs after the
     copies. Only the thread that writes the copies waits for the device.
     """
 
@@ -386,7 +386,7 @@ def _memory_of(nbytes: int) -> torch.Tensor:
 
 
 def _laid_out(held: Sequence[LocalRegion]) -> tuple[list[int], int]:
-    """Returns the offset of each copy and the total size. The layout matches that of the files, for direct writes."""
+    """Returns the offset of each copy and the total size. The layout matches that of the files, to allow direct writes."""
     starts: dict[int, int] = {}
     offset = 0
     for members in in_files(held):
@@ -420,7 +420,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, LocalRegion]]) -> list[torch.d
 
 
 def _cores_to_spare() -> int:
-    """Returns this rank's share of the usable cores, divided equally among the ranks on its host."""
+    """Returns this rank's share of the usable cores. The ranks on a host have equal shares."""
     return _core.usable_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

@@ -1,7 +1,7 @@
 """SavePlan: a rank's part of a save. The ranks compare their states, and assign each byte to a rank that writes it.
 
-Planning copies and writes no data, except that rank 0 creates the draft's directory. Each rank describes its state in a
-`RankReport`, and all ranks compute the same assignment from these reports.
+Planning neither copies nor writes data, except that rank 0 creates the draft's directory. Each rank describes its state
+in a `RankReport`, and all ranks compute the same assignment from these reports.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RankReport:
         offered: the tensor regions that several ranks may have.
         nbytes: the number of bytes that only this rank has.
         objects: the digests of objects that may differ between ranks, by name.
-        layers: for each pipeline, by name, the names of the rank's layers and the total number of layers.
+        layers: the names of the rank's layers and the total number of layers, for each pipeline by name.
     """
 
     fault: str | None
@@ -144,7 +144,7 @@ def agreed_numberings(state: TrainingState, channel: CollectiveChannel) -> dict[
 
 
 def _begin_on_one(root: Root, step: int | None, nbytes: int, channel: CollectiveChannel, least_sequence: int) -> Draft:
-    """Begins a checkpoint, on rank 0, on the disk that all ranks share; returns its draft on every rank."""
+    """Begins a checkpoint on the disk that all ranks share. Rank 0 creates the draft and broadcasts it."""
     return Draft.from_bytes(
         result_of_first(lambda: root.begin(step, nbytes=nbytes, least_sequence=least_sequence).to_bytes(), channel)
     )
@@ -240,8 +240,8 @@ def assign_bytes(
 ) -> list[list[ByteRange]]:
     """Assigns each byte of the items to exactly one rank, such that all ranks have about the same total.
 
-    Each rank computes the same assignment from the same numbers, without communication.
-    The items are concatenated, and cut at multiples of `alignment` within an item, or between items.
+    Each rank computes the same assignment from the same numbers, without communication. The items are concatenated.
+    Cuts are made between items, or at multiples of `alignment` within an item.
 
     Args:
         sizes: the size of each item, in bytes.

@@ -2,7 +2,7 @@
 
 `parallelize_module` narrows a parameter in one dimension, and ZeRO cuts the result into runs of elements in memory
 order. A `ShardLayout` describes the combination of both. It is computed once for each parameter or optimizer shard and
-passed on, but not stored on the parameter, which may be moved or divided differently later.
+passed on. It is not stored on the parameter, because the parameter may be moved or divided differently later.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ class RunPart:
 def parts_of_run(
     shape: Sequence[int], strides: Sequence[int], start: int, stop: int, begin: Sequence[int] | None = None
 ) -> list[RunPart]:
-    """Returns the regions formed by the elements `start` to `stop`, in memory order, of a tensor without gaps.
+    """Returns the regions formed by elements `start` to `stop` (in memory order) of a tensor without gaps.
 
     Args:
         shape: the shape of the tensor.
         strides: the strides of the tensor, in elements.
         start: the index of the first element in memory order.
         stop: the index after the last element.
-        begin: the offset of the tensor within a larger tensor, whose regions are then returned, or None. Default: None.
+        begin: the offset of the tensor within a larger tensor, or None. If given, regions of the larger tensor are
+            returned. Default: None.
 
     >>> [part.region for part in parts_of_run([2, 3], [3, 1], 1, 5)]
     [Flat(start=1, stop=5)]
@@ -228,7 +229,7 @@ def parameters_of(value: nn.Module | Optimizer) -> list[torch.Tensor]:
 def is_first_of(parameters: Iterable[torch.Tensor]) -> bool:
     """Returns True if this is the first of the ranks among which `parallelize_module` divided these parameters.
 
-    All of these ranks have the same undivided parameters, and only the first rank contributes its shards of them.
+    All of these ranks have the same undivided parameters, so only the first rank contributes its shards of those.
     """
     return all(cut.group.rank() == 0 for parameter in parameters if (cut := slice_of(parameter)) is not None)
 

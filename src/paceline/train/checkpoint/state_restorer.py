@@ -47,7 +47,7 @@ class StateRestorer:
 
     Args:
         plan: the plan to which the requests are added.
-        strict: whether the checkpoint must contain everything in the state, and the same parameter names in modules.
+        strict: whether the checkpoint must contain everything in the state, with the same parameter names in modules.
         contexts: the stack of contexts that stay open while parameters are written.
         numberings: the numberings of the pipeline optimizers, by name.
     """
@@ -149,7 +149,7 @@ class StateRestorer:
             )
 
     def _request_local(self, name: str, target: torch.Tensor, layout: ShardLayout) -> None:
-        """Requests that this rank's elements of a parameter are read into `target`."""
+        """Requests that this rank's elements of a parameter be read into `target`."""
         if layout.region is not None:
             self._plan.into(name, target, shape=layout.shape, region=layout.region, by_all=False)
             return
@@ -299,10 +299,10 @@ def load_foreign(
     divided among ranks, each rank loads its part.
 
     Args:
-        state: the objects, by the names with which they were saved.
+        state: the objects, by the names under which they were saved.
         foreign: the checkpoint from another library.
         numberings: the numberings of the pipeline optimizers, by name.
-        strict: the argument of `paceline.load`.
+        strict: the argument `strict` of `paceline.load`.
 
     Raises:
         CheckpointError: an object in `state` is not in the checkpoint, or does not match it.

@@ -37,7 +37,7 @@ class RandomState:
     If the process has used an accelerator, such as CUDA, the generators of all its devices are saved, beginning with
     that of the current device. On loading, the first saved state is restored on the current device.
 
-    Each rank saves its own state and loads it again. Ranks for which no state was saved load that of rank 0.
+    Each rank saves its own state and loads it again. Ranks for which no state was saved load the state of rank 0.
 
     Example::
 
@@ -131,7 +131,7 @@ def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def holds_objects(value: dict[Any, Any]) -> bool:
-    """Returns True if a dict contains tensors or objects, which are loaded in place, and not only plain values."""
+    """Returns True if a dict contains not only plain values but also tensors or objects, which are loaded in place."""
     return any(
         holds_objects(member)
         if isinstance(member, dict)
@@ -228,7 +228,7 @@ def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:
 
 
 def unsaved_gradients(state: TrainingState) -> list[str]:
-    """Returns the names of parameters whose gradients no optimizer has used and a checkpoint would not contain.
+    """Returns the names of parameters with gradients that no optimizer has used and that would not be saved.
 
     Before the first observed step, gradients of parameters with optimizer state are assumed to have been used.
     """

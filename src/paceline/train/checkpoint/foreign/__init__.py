@@ -1,4 +1,4 @@
-"""Reads checkpoints from other libraries, written by torch.save, torch.distributed.checkpoint or safetensors.
+"""Reads checkpoints that other libraries wrote with torch.save, torch.distributed.checkpoint or safetensors.
 
 No file is trusted: the unpicklers for these files create only tensors and plain values.
 

@@ -1,9 +1,9 @@
 """Reads directories written by torch.distributed.checkpoint (DCP), which FSDP, DTensor and others use.
 
 The `.metadata` file is a pickle, which is read without running code. Only the names of torch's metadata classes and
-their members are accepted. They become records instead of torch's objects, so any version of torch can read metadata
-from any other version. Every name and number is checked before it is used: the blocks of a tensor must cover it exactly
-once, and the path of one value must not be within another value.
+their members are accepted. Instances of these classes become records instead of torch objects, so metadata from any
+version of torch can be read with any other version. Every name and number is checked before it is used. The blocks of a
+tensor must cover the tensor exactly once, and no path may lead into another value.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class _Reader:
 
     Args:
         metadata: the record that contains all metadata.
-        most_blocks: the number of blocks above which the metadata is rejected. Each block in valid metadata takes at
-            least a byte. Malicious metadata could share one long list of blocks among many tensors.
+        most_blocks: the maximum number of blocks; metadata with more blocks is rejected. Each block in valid metadata
+            takes at least a byte, but malicious metadata could share one long list of blocks among many tensors.
     """
 
     def __init__(self, metadata: PickledRecord, most_blocks: int) -> None:
@@ -252,8 +252,8 @@ def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[i
             return False
     if not blocks:
         return True
-    # Blocks inside the tensor with the same total volume as the tensor cover it if no two of them overlap. The blocks
-    # of a grid never overlap.
+    # Blocks that lie inside a tensor and have the same total volume cover the tensor if no two of them overlap. The
+    # blocks of a grid never overlap.
     begins = [sorted({offset[axis] for offset in blocks}) for axis in range(len(shape))]
     ends = [dict(zip(axis, [*axis[1:], whole], strict=True)) for axis, whole in zip(begins, shape, strict=True)]
     if all(
@@ -365,7 +365,7 @@ def _read(path: Path, start: int = 0, nbytes: int = -1) -> bytes:
 
 @dataclass
 class _Leaf:
-    """A saved value, marked as such because it may be a dict, like the dicts that are built from the paths."""
+    """A saved value. The class distinguishes a saved dict from the dicts that are built from the paths."""
 
     value: object
 

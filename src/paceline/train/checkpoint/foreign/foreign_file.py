@@ -1,4 +1,4 @@
-"""Reads safetensors files and files written by torch.save, which are recognized by their content.
+"""Reads safetensors files and files written by torch.save. The format is recognized from the content.
 
 A `ForeignCheckpoint` is a tree of plain values with references to tensors, which are read on demand. Reading a file
 written by torch.save does not run code from its pickle.
@@ -60,7 +60,7 @@ class ForeignCheckpoint(Protocol):
         """The dtypes and shapes of the tensors, by name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the CPU. The tensor may be mapped from the file and must not be modified."""
+        """Returns a tensor on the CPU. The tensor may be mapped from the file, so it must not be modified."""
 
 
 def state_of(foreign: ForeignCheckpoint) -> object:
@@ -112,7 +112,7 @@ class SafetensorsFile:
         self.tensors = {name: TensorInfo(type_of(stored.dtype), stored.shape) for name, stored in self._stored.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the CPU, mapped from the file or, if unaligned, copied."""
+        """Returns a tensor on the CPU. The tensor is mapped from the file if it is aligned, and copied otherwise."""
         stored = self._stored[name]
         dtype = self.tensors[name].dtype
         if stored.nbytes == 0:
@@ -192,7 +192,7 @@ def _load_mapped(path: Path) -> object:
 
 
 def _are_records_whole(path: Path, file: BinaryIO) -> bool:
-    """Checks that the records have the sizes given in the pickle, which torch does not check in mapped files.
+    """Checks the sizes of the records against the pickle, because torch does not do so for mapped files.
 
     Returns:
         True if the records were checked, or False if the pickle contains more than tensors and plain values.

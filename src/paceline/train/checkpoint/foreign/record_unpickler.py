@@ -1,10 +1,10 @@
 """An unpickler that creates only plain values and inert records, and never accesses objects in the process.
 
 Python's own unpickler trusts the objects that `find_class` returns. BUILD sets attributes on any object, even a class
-or a function, and APPEND calls its `append`. A memo index of 2^31 allocates memory for as many entries, and a deeply
-nested tuple as a key overflows the C stack. In this unpickler, a name in the pickle stays a name, and calling it
-creates a `PickledRecord`. Only records have state, and keys are scalars or short flat tuples of scalars. The memory use
-is proportional to the length of the pickle.
+or a function, and APPEND calls the `append` method of any object. A memo index of 2^31 allocates memory for 2^31
+entries, and a deeply nested tuple as a key overflows the C stack. In this unpickler, a name in the pickle stays a name,
+and calling it creates a `PickledRecord`. Only records have state, and keys are scalars or short flat tuples of scalars.
+The memory use is proportional to the length of the pickle.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Global:
 
 
 class PickledRecord:
-    """An object in a pickle, represented by the call that would create it and its state.
+    """An object in a pickle, represented by its state and by the call that would create it.
 
     Attributes:
         made_by: the name of the class or function that the pickle calls.
@@ -70,8 +70,8 @@ def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callab
 
     Args:
         data: the pickle.
-        known: a function that returns the factory for calls to a name, such as `PickledRecord`, or None to reject the
-            name.
+        known: a function that maps a name to the factory for its calls, such as `PickledRecord`, or to None to reject
+            the name.
         key_of: a function that converts a record used as a key to a scalar or a flat tuple of scalars.
 
     Raises:

@@ -233,7 +233,7 @@ class Checkpoint:
 
 
 class _Blocks:
-    """Reads the blocks of one piece in order. Caches the last block that was only partly needed."""
+    """Reads the blocks of one piece in order. Caches the last block of which only a part was needed."""
 
     def __init__(self, checkpoint: Checkpoint, tensor: str, piece: Piece, nbytes: int) -> None:
         self._checkpoint, self._tensor, self._piece = checkpoint, tensor, piece
@@ -242,7 +242,7 @@ class _Blocks:
         self._kept: tuple[int, memoryview] | None = None
 
     def copy(self, offset: int, target: memoryview) -> None:
-        """Fills a buffer with the bytes from an offset in the piece."""
+        """Fills a buffer with bytes of the piece, beginning at an offset."""
         done = 0
         while done < len(target):
             index, within = divmod(offset + done, self._size)

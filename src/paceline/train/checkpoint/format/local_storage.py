@@ -39,7 +39,8 @@ _KINDS = {
 _MOST_TRIES = 100
 _LARGE = ".safetensors"  # the suffix of files that may be large
 _OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # safe even if the manifest was replaced with a link or a pipe
-# The manifests that this process has locked, by device and inode. Opening and closing such a file would unlock it.
+# The manifests that this process has locked, by device and inode. Opening and closing such a file again would release
+# its lock.
 _held_here: set[tuple[int, int]] = set()
 
 
@@ -76,7 +77,7 @@ class LocalStorage:
             return None
 
     def make_directory(self, name: str) -> None:
-        """Creates a directory and its parents, all of which survive the loss of power."""
+        """Creates a directory and its parents, and makes them durable, so they survive a power loss."""
         self._make(self.path / name)
 
     def _make(self, path: Path) -> None:
@@ -88,7 +89,7 @@ class LocalStorage:
         self._disk.sync_directory(path.parent)
 
     def create(self, name: str) -> OutputFile:
-        """Creates a file, which must not exist. If it is a manifest, its directory counts as held while it is open."""
+        """Creates a file, which must not exist. While a manifest is open, its directory counts as held."""
         file = _LocalOutput(self._disk, self._disk.create(self.path / name), is_large=name.endswith(_LARGE))
         if Path(name).name == MANIFEST:
             file.hold()
@@ -99,7 +100,7 @@ class LocalStorage:
         return _LocalFile(open_regular(self.path / name))
 
     def sync_directory(self, name: str) -> None:
-        """Makes the names in a directory durable, so they survive the loss of power."""
+        """Makes the names in a directory durable, so they survive a power loss."""
         self._disk.sync_directory(self.path / name)
 
     def rename(self, old: str, new: str) -> None:
@@ -129,7 +130,7 @@ class LocalStorage:
         return found.f_bavail * found.f_frsize
 
     def share(self, directory: str) -> _LocalFile:
-        """Protects a checkpoint from removal while it is read, if the file system has locks."""
+        """Protects a checkpoint from removal while it is read, if the file system supports locks."""
         descriptor = os.open(self.path / directory / MANIFEST, os.O_RDONLY | _OPENING)
         for _ in range(_MOST_TRIES):  # retries, because `is_held` in another process briefly holds the lock
             with contextlib.suppress(OSError):
@@ -243,12 +244,12 @@ class Disk:
         return is_direct
 
     def sync(self, descriptor: int) -> None:
-        """Makes the contents of a file durable, so they survive the loss of power."""
+        """Makes the contents of a file durable, so they survive a power loss."""
         failpoint("checkpoint.sync")
         os.fsync(descriptor)
 
     def sync_directory(self, path: Path) -> None:
-        """Makes the names in a directory durable, so they survive the loss of power."""
+        """Makes the names in a directory durable, so they survive a power loss."""
         failpoint("checkpoint.sync")
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -395,7 +396,8 @@ def status_of(path: str | os.PathLike[str], *, follows: bool = False) -> os.stat
 
     Args:
         path: the path of the file.
-        follows: whether the path may be a symbolic link to a regular file, as for paths from users. Default: False.
+        follows: whether the path may be a symbolic link to a regular file, as is allowed for paths from users. Default:
+            False.
 
     Raises:
         CheckpointDamagedError: the path is not a regular file.
@@ -414,7 +416,7 @@ def _require_regular(path: str | os.PathLike[str], found: os.stat_result) -> os.
 
 
 def open_storage(where: str | os.PathLike[str]) -> Storage:
-    """Returns the storage at a path, or at an address such as s3://bucket/run, which needs `paceline[fsspec]`."""
+    """Returns the storage at a path or an address such as s3://bucket/run. Addresses require `paceline[fsspec]`."""
     text = os.fspath(where)
     if "://" in text and not text.startswith("file://"):
         return FsspecStorage(text)

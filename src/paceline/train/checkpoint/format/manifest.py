@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: its files, the tensor regions that they contain, and the plain values.
 
 A directory is a checkpoint only if it has a readable manifest. `Draft` describes a checkpoint that is being written. A
-manifest is encoded as JSON. The last member is a digest of the preceding text, which detects truncation and edits.
+manifest is encoded as JSON. Its last member is a digest of the preceding text, so that truncation and edits are
+detected.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Draft:
 
 
 def is_name(name: str) -> bool:
-    """Returns True if a directory has a name that saves use. Directories with other names are never changed."""
+    """Returns True if saves use names of this form. Directories with other names are never changed."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -94,7 +95,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         file: the name of the file in the checkpoint's directory.
-        key: the key of the region in that safetensors file.
+        key: the key of the region in the safetensors file.
         at: the offset of the first byte in the file, in bytes.
         digests: the digests of the region's blocks.
         flat: the start and stop of a `Flat` region, or None.
@@ -141,7 +142,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file: its size in bytes, and the size in bytes and the digest of its header, which precedes the pieces."""
+    """A file: its size, and the size and digest of the header that precedes the pieces. Sizes are in bytes."""
 
     nbytes: int
     header_nbytes: int
@@ -240,7 +241,7 @@ def merged(parts: Iterable[RankPart]) -> tuple[dict[str, FileEntry], dict[str, T
 
 
 def fault_of(manifest: Manifest) -> str | None:
-    """Returns the first contradiction found in a manifest, which may have been edited, or None."""
+    """Returns the first contradiction found in a manifest, or None. The manifest may have been edited."""
     if (fault := fault_of_summary(manifest)) is not None:
         return fault
     if manifest.block_nbytes < 1 or manifest.world_size < 1 or not 0 <= manifest.written_at_s < _LATEST_S:
@@ -304,8 +305,8 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
     """Returns the digest of `data` as a hexadecimal string.
 
     Digests (XXH3, 128 bits) detect accidental damage, not attacks. Computing them takes about as long as reading the
-    memory. A cryptographic digest would take several times as long without more protection: a program that can change a
-    file can also change the manifest.
+    memory. A cryptographic digest would take several times as long but would not protect better, because a program that
+    can change a file can also change the manifest.
     """
     return xxhash.xxh3_128_hexdigest(data)
 
@@ -396,7 +397,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
 
 
 def summary_from_bytes(data: bytes, where: str) -> Summary:
-    """Decodes the members of a manifest that are needed to list checkpoints, but not the possibly numerous tensors.
+    """Decodes the members of a manifest that are needed to list checkpoints. Skips the tensors, which may be numerous.
 
     Raises:
         CheckpointDamagedError, CheckpointError: as for `manifest_from_bytes`.

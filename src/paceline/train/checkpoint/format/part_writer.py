@@ -83,7 +83,7 @@ P = TypeVar("P", bound=_SizedItem)
 
 
 def in_files(pieces: Sequence[P], split_nbytes: int = SPLIT_NBYTES) -> Iterator[list[P]]:
-    """Yields the pieces of each file in byte order: those with the largest elements first, so that all are aligned."""
+    """Yields the pieces of each file in byte order. Larger elements precede smaller ones, so that all are aligned."""
     members: list[P] = []
     nbytes = 0
     for piece in sorted(pieces, key=lambda piece: -ITEMSIZE[piece.dtype]):

@@ -120,8 +120,8 @@ def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def _runs_of_block(block: TensorBlock, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     if prod(block.shape) == 0:
         return
-    # The block covers dimensions `inner` and later completely. A run covers these dimensions and the block's extent in
-    # the preceding one.
+    # The block covers dimension `inner` and all later dimensions completely. A run covers these dimensions and the
+    # block's extent in dimension `inner - 1`.
     inner = len(shape)
     while inner > 0 and block.shape[inner - 1] == shape[inner - 1]:
         inner -= 1

@@ -1,8 +1,8 @@
 """Root, a directory of checkpoints: begins, publishes and removes checkpoints, and finds the newest complete one.
 
-A checkpoint becomes visible atomically, and only after it is durable (survives the loss of power). Each of the
-following is made durable before the next is written: the files of all ranks, the manifest, the directory's name, and
-the file `latest`. Old checkpoints are removed last.
+A checkpoint becomes visible atomically, and only after it is durable (survives a power loss). Each of the following is
+made durable before the next is written: the files of all ranks, the manifest, the directory's name, and the file
+`latest`. Old checkpoints are removed last.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Root:
     """
 
     def __init__(self, where: str | os.PathLike[str] | Storage) -> None:
-        """Creates the root at a path, at an fsspec address, or in a storage. It need not exist yet."""
+        """Creates the root at a path, at an fsspec address, or in a storage. The root need not exist yet."""
         self.storage: Storage = open_storage(where) if isinstance(where, (str, os.PathLike)) else where
         self._held: dict[str, OutputFile] = {}
 
@@ -73,7 +73,7 @@ class Root:
                 rank on every other host must then call `join`. Default: False.
             sequence: the sequence number, which must be at least the largest `next_sequence` on any host, or None to
                 use the larger of `least_sequence` and this host's `next_sequence`. Default: None.
-            least_sequence: the smallest sequence number if `sequence` is None. Default: 0.
+            least_sequence: the minimum of the sequence number that is chosen if `sequence` is None. Default: 0.
 
         Raises:
             CheckpointError: the directory cannot be created, or there is too little free space.
@@ -104,7 +104,7 @@ class Root:
             yield
 
     def _create(self, draft: Draft) -> None:
-        """Creates the directory in which ranks write. If the storage renames, also opens and locks the manifest."""
+        """Creates the directory to which ranks write. Also opens and locks the manifest if the storage can rename."""
         self.storage.make_directory("")
         self.storage.make_directory(draft.directory)
         if self.storage.renames:
@@ -152,9 +152,9 @@ class Root:
     def retire(self, keep: int) -> list[str]:
         """Removes all but the `keep` newest complete checkpoints; returns the names of the removed ones.
 
-        The following are kept in addition: the checkpoint named in `latest`, checkpoints that are being read,
-        checkpoints whose manifest cannot be read and may have a newer version, damaged checkpoints newer than the
-        oldest one to keep, and directories that no save created. If no checkpoint is complete, none is removed.
+        The following are also kept: the checkpoint named in `latest`, checkpoints that are being read, checkpoints
+        whose unreadable manifest may have a newer version, damaged checkpoints newer than the oldest one to keep, and
+        directories that no save created. If no checkpoint is complete, none is removed.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1")
@@ -241,7 +241,7 @@ def manifest_of(
 
 
 def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
-    """Makes a checkpoint with durable files visible, and returns when the checkpoint itself is durable."""
+    """Makes a checkpoint visible once its files are durable. Returns when the checkpoint itself is durable."""
     text = memoryview(manifest_to_bytes(manifest))
     file = held if held is not None else storage.create(f"{draft.directory}/{FILE}")
     with contextlib.closing(file):
@@ -256,7 +256,7 @@ def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile
 
 
 def point_to(storage: Storage, draft: Draft) -> None:
-    """Writes the name of a checkpoint to the file `latest`, for users and other programs. Restores do not need it."""
+    """Writes the name of a checkpoint to the file `latest`, for users and other programs. Restores do not need the file."""
     line = memoryview(f"{draft.name}\n".encode())
     written = f"{WRITING}{LATEST}-{draft.token}" if storage.renames else LATEST
     file = storage.create(written)
@@ -269,7 +269,7 @@ def point_to(storage: Storage, draft: Draft) -> None:
 
 
 def _to_keep(listings: list[Listing], keep: int) -> set[str]:
-    """Returns the names of the `keep` newest intact checkpoints and of all damaged checkpoints newer than these."""
+    """Returns the names of the `keep` newest intact checkpoints and of damaged ones newer than the oldest of them."""
     whole = [listing for listing in listings if listing.fault is None][:keep]
     if not whole:
         return set()

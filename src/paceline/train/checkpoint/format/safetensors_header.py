@@ -1,4 +1,4 @@
-"""Headers of safetensors files, which consist of a length in 8 bytes and JSON that maps tensors to byte ranges.
+"""Headers of safetensors files: an 8-byte length, followed by JSON that maps tensors to byte ranges.
 
 See https://github.com/huggingface/safetensors#format. The safetensors package is not used for headers, because files
 are written as streams: each block is digested as it is written, and the file is made durable at the end.
@@ -106,7 +106,7 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
 
 
 def length_of(beginning: bytes | bytearray) -> int:
-    """Reads the length of a file's header, in bytes, from the first 8 bytes of the file, which are part of the header.
+    """Returns the length of a file's header in bytes, given the first 8 bytes of the file. The length includes them.
 
     Raises:
         ValueError: the file is not a safetensors file.

@@ -38,7 +38,7 @@ class InputFile(Protocol):
         """Returns the file's size in bytes."""
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fills a buffer from a byte offset; returns the number of bytes read, which is less only at end of file."""
+        """Fills a buffer from a byte offset; returns the number of bytes read, less than requested only at end of file."""
 
     def close(self) -> None:
         """Closes the file. Idempotent."""
@@ -78,7 +78,7 @@ class WritableStorage(StorageLocation, Protocol):
     """The operations needed to write a rank's part."""
 
     def create(self, name: str) -> OutputFile:
-        """Creates a file. Fails if it exists, except on object stores, where `commit` overwrites."""
+        """Creates a file. Fails if it exists, except on object stores, where `commit` replaces it."""
 
     def sync_directory(self, name: str) -> None:
         """Makes the names in a directory durable."""
@@ -129,7 +129,7 @@ _SHORT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def who(rank: int | None = None) -> str:
-    """Returns this process's name in error messages."""
+    """Returns the name of this process for error messages."""
     process = f"{socket.gethostname()}, pid {os.getpid()}"
     return f"this process ({process})" if rank is None else f"rank {rank} ({process})"
 
@@ -227,7 +227,7 @@ class FsspecStorage:
     renames = False
 
     def __init__(self, address: str) -> None:
-        """Opens the file system of an address. Its settings are read by fsspec from the environment.
+        """Opens the file system of an address, with settings that fsspec reads from the environment.
 
         Raises:
             CheckpointError: fsspec, or a package that it needs for this kind of address, is not installed; or fsspec
@@ -284,7 +284,7 @@ class FsspecStorage:
         return _FsspecInput(self._system.open(self._full(name), "rb"))
 
     def sync_directory(self, name: str) -> None:
-        """Does nothing: files that a store has accepted are durable."""
+        """Does nothing, because files that a store has accepted are durable."""
 
     def rename(self, old: str, new: str) -> None:
         """Raises OSError."""
@@ -296,15 +296,15 @@ class FsspecStorage:
             self._system.rm(self._full(name), recursive=True)
 
     def free_nbytes(self) -> int | None:
-        """Returns None: stores do not report free space."""
+        """Returns None, because stores do not report free space."""
         return None
 
     def share(self, directory: str) -> _NoLock:
-        """Does nothing: stores have no locks."""
+        """Does nothing, because stores have no locks."""
         return _NoLock()
 
     def is_held(self, directory: str) -> bool:
-        """Returns False: stores have no locks."""
+        """Returns False, because stores have no locks."""
         return False
 
 

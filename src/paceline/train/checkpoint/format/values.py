@@ -1,7 +1,7 @@
 """Lossless JSON encoding for plain values, and the names of tensors and values in a checkpoint.
 
-A value whose type JSON lacks is encoded as an object with one member, whose name begins with $. Names are paths such as
-`model/layer.0.weight` and `optimizer/state/3/exp_avg`.
+A value of a type that JSON lacks is encoded as an object with a single member. The name of the member begins with $.
+Names are paths such as `model/layer.0.weight` and `optimizer/state/3/exp_avg`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def escaped(key: object) -> str:
 
 
 def unescaped(part: str) -> str:
-    """Returns the key that `escaped` converted to this component of a name, as a string."""
+    """Returns the key from which `escaped` created this component of a name, as a string."""
     return part.replace("%40", "@").replace("%2F", SEPARATOR).replace("%25", "%")
 
 

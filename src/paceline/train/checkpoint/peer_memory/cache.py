@@ -1,9 +1,9 @@
-"""CheckpointCache, which holds checkpoint files in a launcher's memory, and Session, which serves a worker's requests.
+"""CheckpointCache holds checkpoint files in a launcher's memory, and Session serves the requests of one worker.
 
 A cache holds the files of at most two checkpoints for each root, as memfds. Several ranks write at the same time, so
-memory counts as used as soon as it is granted. If memory is short, checkpoints for other roots are dropped, beginning
-with the least recently used root, because a script may use a new directory for each run. The machine and its cgroups
-limit the memory (`available_nbytes`).
+memory counts as used as soon as it is granted. A script may use a new directory for each run. If memory is short,
+checkpoints for other roots are therefore dropped, beginning with the least recently used root. The machine and its
+cgroups limit the memory (`available_nbytes`).
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class CheckpointCache:
             replica.files[finish.file] = descriptor
 
     def commit(self, commit: Commit, manifest: bytes) -> None:
-        """Adds the manifest to a checkpoint that all ranks have written, which completes the checkpoint.
+        """Adds the manifest to a checkpoint that all ranks have written. This completes the checkpoint.
 
         Raises:
             RefusedError: the checkpoint has been dropped.
@@ -220,7 +220,7 @@ class CheckpointCache:
             return self._replica(wanted.root, wanted.token).manifest
 
     def read(self, wanted: Read) -> bytes:
-        """Returns bytes from a file, fewer than requested only at the end of the file.
+        """Returns bytes from a file. Returns fewer bytes than requested only at the end of the file.
 
         Raises:
             RefusedError: the cache does not have the file.

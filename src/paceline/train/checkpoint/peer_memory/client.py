@@ -136,7 +136,7 @@ def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
     Args:
         address: the address of the cache, either unix:PATH or HOST:PORT. In a job with one port, PORT is the number of
             the channel.
-        timeout_s: the maximum time for the connection, in seconds.
+        timeout_s: the maximum time for connecting, in seconds.
 
     Raises:
         OSError: no cache is reachable at the address.

@@ -1,7 +1,7 @@
 """Messages between workers and caches.
 
-A message consists of a length, JSON, and `nbytes` bytes of data if the message has that field. The fields named `vault`
-and `vaults` contain the identities of caches.
+A message consists of a length and JSON. If the message has the field `nbytes`, that many bytes of data follow. The
+fields named `vault` and `vaults` contain the identities of caches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONGEST = 1 << 24  # maximum length of the JSON, in bytes
 
 
 class GetAddress(msgspec.Struct, frozen=True, tag=True):
-    """Requests the cache's address for other hosts. Only workers on this host may send it; returns `CacheAddress`."""
+    """Requests the cache's address for other hosts (`CacheAddress`). Accepted only from workers on this host."""
 
 
 class CacheAddress(msgspec.Struct, frozen=True, tag=True):
@@ -45,7 +45,7 @@ class BeginCopy(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Appends the `nbytes` bytes that follow to a file. There is no response."""
+    """Appends the following `nbytes` bytes to a file. There is no response."""
 
     root: str
     token: str
@@ -54,7 +54,7 @@ class Write(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Completes a file, which has `total` bytes."""
+    """Completes a file of `total` bytes."""
 
     root: str
     token: str
@@ -63,7 +63,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Adds the manifest that follows to a checkpoint that all ranks have written, which completes the checkpoint.
+    """Adds the following manifest to a checkpoint that all ranks have written. This completes the checkpoint.
 
     Attributes:
         root: the checkpoint directory on disk.

@@ -1,8 +1,8 @@
 """Replicates checkpoints into the memory of launchers, and finds the newest checkpoint there.
 
-Every rank writes its part into the caches on its own host and on the next hosts. Once all ranks have written their
-parts, all caches receive the manifest. A replica is valid once any cache has the manifest. If a rank dies at any point,
-the previous replicas are intact, because caches keep them until the next replication begins.
+Every rank writes its part into the caches on its own host and on the hosts that follow. Once all ranks have written
+their parts, all caches receive the manifest. A replica is valid once any cache has the manifest. If a rank dies at any
+point, the previous replicas are intact, because caches keep them until the next replication begins.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def replicate_checkpoint(
     """Replicates a checkpoint into caches, and returns when all of them have it; every rank calls this.
 
     The replication takes two rounds: all ranks first write their parts and then the manifest. Rank 0 broadcasts the
-    outcome of each round even if it could not gather the ranks' results, because the others wait for the broadcast.
+    outcome of each round even if it could not gather the ranks' results, because the other ranks wait for the
+    broadcast.
 
     Args:
         replication: this rank's part and its caches.
@@ -163,7 +164,7 @@ class ReplicaTarget:
         return f"the copy in memory of {name.rpartition('/')[2] or self._root}"
 
     def free_nbytes(self) -> int | None:
-        """Returns None: the caches have already granted the memory."""
+        """Returns None, because the caches have already granted the memory."""
         return None
 
     def create(self, name: str) -> _ReplicaFile:
@@ -171,7 +172,7 @@ class ReplicaTarget:
         return _ReplicaFile(self._clients, self._root, self._token, name.rpartition("/")[2])
 
     def sync_directory(self, name: str) -> None:
-        """Does nothing: a cache has a file as soon as it is finished."""
+        """Does nothing, because a cache has a file as soon as the file is finished."""
 
 
 class _ReplicaFile:
@@ -187,7 +188,7 @@ class _ReplicaFile:
             client.finish(self._root, self._token, self._file)
 
     def close(self) -> None:
-        """Does nothing: caches drop unfinished files when the connection is closed."""
+        """Does nothing, because caches drop unfinished files when the connection is closed."""
 
 
 class ReplicaSource:
@@ -217,7 +218,7 @@ class ReplicaSource:
         return f"{self._root} in memory" + (f": {name}" if name else "")
 
     def free_nbytes(self) -> int | None:
-        """Returns None: nothing is written here."""
+        """Returns None, because nothing is written here."""
         return None
 
     def size(self, name: str) -> int | None:
@@ -237,7 +238,7 @@ class ReplicaSource:
         return _CachedFile(self._root, self._token, name, self._files[name], self._client_of)
 
     def share(self, directory: str) -> _Text:
-        """Does nothing: caches keep a complete checkpoint while the next one is replicated."""
+        """Does nothing, because caches keep a complete checkpoint while the next one is replicated."""
         return _Text(b"")
 
 
@@ -333,7 +334,7 @@ def _sequence(having: Mapping[str, CachedCheckpoint]) -> int:
 
 
 def _age(having: Mapping[str, CachedCheckpoint]) -> tuple[int, int]:
-    """Returns the sort key for a checkpoint. The step breaks ties, as a new rank 0 may reuse a replica's sequence."""
+    """Returns a checkpoint's sort key. The step breaks ties, because a new rank 0 may reuse a sequence number."""
     return _sequence(having), max(-1 if entry.step is None else entry.step for entry in having.values())
 
 

@@ -1,4 +1,4 @@
-"""CacheServer: serves a launcher's cache to its own workers over a Unix socket, and to other machines over TCP."""
+"""CacheServer: serves a launcher's cache to local workers over a Unix socket, and to other machines over TCP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KEEPALIVE = (
 
 
 class CacheServer:
-    """The cache of a launcher and its listeners. Each generation of workers gets new listeners, but the memory is kept.
+    """The cache and the listeners of a launcher. Each generation of workers gets new listeners, but the memory is kept.
 
     Args:
         address: the address at which other machines reach this one, or None if the job has no other machine.
@@ -81,7 +81,7 @@ class CacheServer:
         self._listeners.append(AuthenticatedListener(listener, key, _CHANNEL, self._admit, secret=self._secret))
 
     def _listen(self) -> str:
-        """Returns the address at which other machines reach the cache, or "" if there are none."""
+        """Returns the address at which other machines reach the cache, or "" if there are no other machines."""
         with self._changing:
             if not self._tcp_address and self._address is not None and self._listeners:
                 self._add_listener(listen(self._address, 0, self._secret))
