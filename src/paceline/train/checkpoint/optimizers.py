@@ -31,7 +31,7 @@ class Numbering:
     """The parameter numbers in the optimizer of the undivided model.
 
     Args:
-        groups: for each parameter group, the positions in the model of all ranks' parameters.
+        groups: for each parameter group, the positions of all ranks' parameters in the model.
 
     >>> numbering = Numbering([[0, 2, 3], [1]])
     >>> numbering.of([3, 1])

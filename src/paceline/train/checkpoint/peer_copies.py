@@ -87,7 +87,7 @@ class PeerCopies:
         """Returns a function that replicates a checkpoint in a separate thread; every rank calls this.
 
         Args:
-            plan: the plan for this rank's part. Its memory must not change during the replication.
+            plan: the plan for this rank's part. The plan's memory must not change during the replication.
 
         Returns:
             The function, or None if a rank cannot reach its launcher.
@@ -119,7 +119,7 @@ class PeerCopies:
         return partial(self._replicate, replication, channels)
 
     def _replicate(self, replication: Replication, channels: tuple[RankChannel, RankChannel]) -> None:
-        """Replicates a checkpoint. Errors are only printed, because the checkpoint on disk does not depend on replicas."""
+        """Replicates a checkpoint. Only prints errors, because the checkpoint on disk does not depend on replicas."""
         try:
             replicate_checkpoint(replication, channels, dial)
         except _UNREACHABLE as error:
@@ -200,7 +200,7 @@ class PeerCopies:
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
 
     def _inventories(self, root: str, channel: CollectiveChannel) -> bytes:
-        """Returns the encoded inventory of this host's cache. If the job has one rank, adds those of other hosts."""
+        """Returns the encoded inventory of this host's cache, and those of other hosts if the job has one rank."""
         found: list[Inventory] = []
         if self._own:
             with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:

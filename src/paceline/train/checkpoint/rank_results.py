@@ -40,7 +40,7 @@ class RankChannel(Protocol):
 def encode_result(work: Callable[[], bytes], me: str) -> bytes:
     """Calls `work` and encodes its result or its error for other ranks; `decode_result` is the inverse.
 
-    If the error message does not begin with the name of a rank, `me`, the name of this rank, is prepended.
+    Prepends `me`, the name of this rank, to an error message that does not begin with the name of a rank.
     """
     try:
         return _SUCCESS + work()

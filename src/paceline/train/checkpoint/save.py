@@ -386,7 +386,7 @@ def _memory_of(nbytes: int) -> torch.Tensor:
 
 
 def _laid_out(held: Sequence[LocalRegion]) -> tuple[list[int], int]:
-    """Returns the offset of each copy and the total size. The layout matches that of the files, to allow direct writes."""
+    """Returns the offset of each copy and the total size. The layout matches the files, to allow direct writes."""
     starts: dict[int, int] = {}
     offset = 0
     for members in in_files(held):

@@ -229,7 +229,8 @@ def parameters_of(value: nn.Module | Optimizer) -> list[torch.Tensor]:
 def is_first_of(parameters: Iterable[torch.Tensor]) -> bool:
     """Returns True if this is the first of the ranks among which `parallelize_module` divided these parameters.
 
-    All of these ranks have the same undivided parameters, so only the first rank contributes its shards of those.
+    All of these ranks have the same undivided parameters, so only the first rank contributes its shards of these
+    parameters.
     """
     return all(cut.group.rank() == 0 for parameter in parameters if (cut := slice_of(parameter)) is not None)
 

@@ -1,8 +1,8 @@
 """Named points in the code at which a test kills, stops or delays a worker. Without orders, `failpoint` does nothing.
 
-`PACELINE_FAILPOINTS` holds orders separated by commas, each `WORKER:POINT@COUNT=ACTION`: when the worker named WORKER
-reaches the point for the COUNT-th time, it performs ACTION: "kill", "stop", "exit", "raise", "delay" or "lose" (its
-connections to the other workers fail).
+`PACELINE_FAILPOINTS` holds comma-separated orders of the form `WORKER:POINT@COUNT=ACTION`. When the worker named WORKER
+reaches POINT for the COUNT-th time, it performs ACTION, which is "kill", "stop", "exit", "raise", "delay" or "lose"
+(the worker's connections to the other workers fail).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The protocol of an elastic job: messages between workers and launchers, replicated job state, and orders.
 
 A *view* is a numbered list of the workers that train together; its number is called a generation. A *forced* view
-follows the loss of a worker, and the survivors enter it immediately. A *planned* view adds or removes workers. Its
-members first form its process group, and enter the view together at the beginning of the next batch.
+follows the loss of a worker, and the survivors enter it immediately. A *planned* view adds or removes workers. The
+members first form the view's process group, and enter the view together at the beginning of the next batch.
 
 A worker that joins while others train is a *receiver* until it has caught up with them. Some members, the *senders*,
-take a snapshot of the state for it at the beginning of a batch. Such a *transfer* takes its number from the same
-sequence as the views (`state_transfer/`).
+take a snapshot of the state for the receiver at the beginning of a batch. Such a *transfer* takes its number from the
+same sequence as the views (`state_transfer/`).
 
-A worker and its launcher exchange one JSON object in each datagram of a socket pair. Between launchers the same structs
-are sent inside the frames of `operate/launch/multinode/protocol.py`.
+A worker and its launcher exchange one JSON object in each datagram of a socket pair. Between launchers, the same
+structs are sent inside the frames of `operate/launch/multinode/protocol.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WorkerReady(_WorkerMessage, frozen=True):
 
 
 class TransferReady(_WorkerMessage, frozen=True):
-    """The sender serves the state before round `round` and all later results at `address`, or refuses if it is ""."""
+    """The sender serves the state before round `round` and later results at `address` ("" if the sender refuses)."""
 
     transfer: int
     round: int
@@ -108,7 +108,7 @@ class View(_WorkerMessage, frozen=True):
 class StateTransfer(_WorkerMessage, frozen=True):
     """The members in `senders` serve a snapshot to `receiver`.
 
-    They take it at the first batch boundary after every member has received this message.
+    The senders take the snapshot at the first batch boundary after every member has received this message.
 
     Attributes:
         number: The transfer number, larger than the generation of any earlier view.
@@ -186,16 +186,16 @@ class LauncherAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The state of a job that every launcher stores, so that any launcher can take over as coordinator.
 
-    Everything that it records remains true, so the copies of several launchers can be merged. A launcher that has
-    recorded a worker's death also has all views that the worker received.
+    All recorded facts remain true, so the copies of several launchers can be merged. A launcher that has recorded a
+    worker's death also has all views that the worker received.
 
     Attributes:
         term: The largest known term of a coordinator.
-        coordinator: That coordinator's machine number.
+        coordinator: The machine number of the coordinator with this term.
         fingerprint: The fingerprint of the job's members.
         complete: The generation of the last view that all its members are known to have entered, or 0.
         views: The last complete view and all later ones.
-        dead: The members of these views whose death was confirmed.
+        dead: The members of `views` whose death was confirmed.
         ended: The numbers of the machines whose launchers and workers have exited.
         peers: The machines with their launchers' addresses.
         transfers: The last transfer to each receiver that may not have caught up.
@@ -230,7 +230,7 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A running worker with its messages that are still relevant.
+    """A running worker, and the messages from this worker that are still relevant.
 
     Attributes:
         uid: The worker's name.
@@ -325,11 +325,11 @@ def _open_transfers(transfers: Iterable[StateTransfer], members: Iterable[str]) 
 
 
 class _Order(msgspec.Struct, frozen=True, tag_field="kind", tag=True, forbid_unknown_fields=True):
-    """An order from the coordinator to the machine named in `machine`, if present, or to all machines."""
+    """An order from the coordinator to the machine named in `machine`, or to all machines if there is no such field."""
 
 
 class SendOrder(_Order, frozen=True):
-    """Forward a message to a worker. Messages to the same worker must arrive in the sequence of their orders."""
+    """Forward a message to a worker. Messages to the same worker must arrive in the order in which they were issued."""
 
     machine: str
     uid: str
@@ -337,7 +337,7 @@ class SendOrder(_Order, frozen=True):
 
 
 class ReplicateOrder(_Order, frozen=True):
-    """Store the job state and confirm its receipt. The launcher needs it if it becomes the coordinator.
+    """Store the job state and confirm its receipt. The launcher needs the state if it becomes the coordinator.
 
     Each machine must receive this order before any later order.
     """

@@ -91,8 +91,8 @@ class DcpChunk:
         offset: the offset of the block in the tensor.
         shape: the shape of the block.
         file: the name of the file.
-        start: the offset of the first byte in the file, in bytes.
-        nbytes: the number of bytes in the file.
+        start: the offset of the chunk's first byte in the file, in bytes.
+        nbytes: the number of bytes that the chunk occupies in the file.
         transforms: the names of the transformations that DCP has applied to the bytes.
     """
 
@@ -252,8 +252,8 @@ def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[i
             return False
     if not blocks:
         return True
-    # Blocks that lie inside a tensor and have the same total volume cover the tensor if no two of them overlap. The
-    # blocks of a grid never overlap.
+    # Blocks that lie inside a tensor cover the tensor if no two of them overlap and their volumes add up to its volume.
+    # The blocks of a grid never overlap.
     begins = [sorted({offset[axis] for offset in blocks}) for axis in range(len(shape))]
     ends = [dict(zip(axis, [*axis[1:], whole], strict=True)) for axis, whole in zip(begins, shape, strict=True)]
     if all(

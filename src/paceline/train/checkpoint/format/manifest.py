@@ -96,7 +96,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         file: the name of the file in the checkpoint's directory.
         key: the key of the region in the safetensors file.
-        at: the offset of the first byte in the file, in bytes.
+        at: the offset of the region's first byte in the file, in bytes.
         digests: the digests of the region's blocks.
         flat: the start and stop of a `Flat` region, or None.
         offset: the offset of a `TensorBlock`, or None.

@@ -1,8 +1,8 @@
 """Replicates checkpoints into the memory of launchers, and finds the newest checkpoint there.
 
-Every rank writes its part into the caches on its own host and on the hosts that follow. Once all ranks have written
-their parts, all caches receive the manifest. A replica is valid once any cache has the manifest. If a rank dies at any
-point, the previous replicas are intact, because caches keep them until the next replication begins.
+Every rank writes its part into the caches on its own host and on the following hosts (`targets`). Once all ranks have
+written their parts, all caches receive the manifest. A replica is valid once any cache has the manifest. If a rank dies
+at any point, the previous replicas are intact, because caches keep them until the next replication begins.
 """
 
 from __future__ import annotations

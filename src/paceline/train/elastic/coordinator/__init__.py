@@ -1,5 +1,6 @@
 """The coordinator of an elastic job: a state machine without torch, sockets or clocks.
 
 May use: nothing but the messages in `train/elastic/protocol.py`. Start reading at `coordinator.py`;
-`membership_rules.py` implements its decisions, and `election.py` and `handover.py` the change to another coordinator.
+`membership_rules.py` implements the coordinator's decisions, and `election.py` and `handover.py` implement the change
+to another coordinator.
 """

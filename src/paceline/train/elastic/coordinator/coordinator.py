@@ -1,9 +1,9 @@
 """The coordinator of an elastic job: a state machine that receives events and returns orders.
 
-The coordinator has no socket, process or clock: events arrive as calls with a timestamp. Events change the job's state
-(`elastic_job.py`, `worker_registry.py`, `views.py`), and `_settle` derives the orders from this state alone. Reports
-from different workers may therefore arrive in any sequence. `membership_rules.py` implements the following rules,
-listed in the sequence in which they apply:
+The coordinator has no socket, process or clock. Events arrive as method calls with a timestamp. They change the job's
+state (`elastic_job.py`, `worker_registry.py`, `views.py`), and `_settle` derives the orders from this state alone.
+Reports from different workers may therefore arrive in any order. `membership_rules.py` implements the following rules,
+listed in the order in which they are applied:
 
 1. Once a member has finished, all rounds are committed and every member has the final state. No more workers join, no
    quorum is needed, and the job ends when all members have finished and exited.
@@ -13,28 +13,29 @@ listed in the sequence in which they apply:
    members of the base and the newcomers that have the state, and it requires a quorum.
 
    If no worker with the state is left, the coordinator waits for members that may return. It also gives newcomers time
-   to report that they have the state, which they do when their connections break. If neither helps, the job restarts
-   from the beginning if no round can have been committed; otherwise its state is lost and the job ends.
+   to report that they have the state; newcomers report this when their connections break. If no worker with the state
+   is found, the job restarts from the beginning if no round can have been committed. Otherwise, the state is lost and
+   the job ends.
 
-   A stopped member is killed once the others continue without it, to prevent it from resuming among them. The last
-   worker with the state is never killed, regardless of how long it is stopped.
-4. When all members have entered the latest view, a planned view adds the ready workers and removes the leaving ones.
-   Workers that can catch up while the others train do so first.
+   A stopped member is killed once the other members continue without it, so that it cannot resume training with them.
+   The last worker with the state is never killed, regardless of how long it is stopped.
+4. When all members have entered the latest view, a planned view adds the ready workers and removes the workers that are
+   leaving. Workers that can catch up while the others train do so first.
 5. When the coordinator's own launcher is about to exit, another launcher takes over (`handover.py`).
 
 Workers follow these rules:
 
 - A worker enters a forced view immediately, even while it forms the group of another view.
 - A worker enters a planned view at the beginning of an agreed batch, or while it waits between batches in a view that
-  must wait. A worker whose connections broke does *not* enter a planned view: the others may be in the middle of a
-  batch, where newcomers cannot begin.
+  must wait. A worker whose connections broke does *not* enter a planned view, because the other members may be in the
+  middle of a batch, where newcomers cannot begin.
 - A worker that waits between two batches does not report broken connections, because others may already have entered
   the planned view.
 - No member continues in a view before all its members have the state.
 - In a view that must wait, all members finish a batch that any of them has begun, and begin no other.
 - A worker that receives a view of which it is not a member has lost its state, and exits or requests to join again. If
-  it was asked to exit, it exits with code 0: at the agreed batch if the view is planned and its connections work, else
-  immediately.
+  it was asked to exit, it exits with code 0, at the agreed batch if the view is planned and the worker's connections
+  work, and immediately otherwise.
 """
 
 from __future__ import annotations
@@ -136,10 +137,10 @@ class Coordinator:
         addresses: Mapping[int, str] = {},
         stores: Mapping[int, str] = {},
     ) -> CoordinatorOrders:
-        """Takes over a job from another coordinator, given the reports of the machines that follow this one.
+        """Takes over a job from another coordinator, given the reports of the machines that follow this coordinator.
 
-        The other coordinator's last messages are repeated to workers that may have missed them. Workers that it
-        excluded from a view stay excluded.
+        The other coordinator's last messages are repeated to workers that may have missed them. Workers that the other
+        coordinator excluded from a view stay excluded.
 
         Args:
             reports: The machines' reports.
@@ -159,7 +160,7 @@ class Coordinator:
     def machine_returned(
         self, report: MachineReport, now_s: float, address: str = "", store: str = ""
     ) -> CoordinatorOrders:
-        """Adds a machine that has started its workers, and was unreachable or followed another coordinator before."""
+        """Adds a machine that was unreachable or followed another coordinator. Its workers have already been started."""
         machine = str(report.number)
         was_resuming, self._is_resuming = self._is_resuming, True
         self._raise_term(report.knowledge.term)
@@ -179,7 +180,7 @@ class Coordinator:
         return [self._job.over] if self._job.over is not None else self._settle(now_s)
 
     def hold_back(self, until_s: float) -> bool:
-        """Delays the first view until `until_s`, as another job may be running; returns False if the view exists."""
+        """Delays the first view until `until_s`, because another job may be running; returns False if a view exists."""
         self._job.quiet_until_s = max(self._job.quiet_until_s, until_s)
         return self._job.views.latest is None
 
@@ -193,7 +194,7 @@ class Coordinator:
     def machine_joined(
         self, machine: str, host: str, slots: int, now_s: float, address: str = "", store: str = ""
     ) -> CoordinatorOrders:
-        """Adds a machine that will keep `slots` workers running after a `StartOrder`, or one that has reconnected.
+        """Adds a machine that will keep `slots` workers running after a `StartOrder`, or a reconnected machine.
 
         The caller must then report each running worker with `worker_started` and finally call `machine_listed`.
         """
@@ -243,7 +244,7 @@ class Coordinator:
     def machine_left(
         self, machine: str, why: str, now_s: float, *, has_announced_end: bool = False
     ) -> CoordinatorOrders:
-        """Removes a machine whose launcher has terminated its workers and exits."""
+        """Removes a machine whose launcher has terminated all workers and is about to exit."""
         found = self._registry.machines.get(machine)
         if found is None:
             return []
@@ -293,7 +294,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_stalled(self, uid: str, why: str, now_s: float) -> CoordinatorOrders:
-        """Records that a worker is unresponsive. The caller must have reported all its earlier messages.
+        """Records that a worker is unresponsive. The caller must have reported all earlier messages from the worker.
 
         If the other members can continue, a forced view excludes the worker, and the worker's launcher is ordered to
         kill it. If the worker responds again, the caller must call `worker_started`.
@@ -307,7 +308,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_ended(self, uid: str, how: str, exit_code: int, now_s: float) -> CoordinatorOrders:
-        """Records that a worker has exited. The caller must have reported all its messages."""
+        """Records that a worker has exited. The caller must have reported all messages from the worker."""
         worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives:
             return []
@@ -376,7 +377,7 @@ class Coordinator:
         return self.retirement
 
     def _give_way(self, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders:
-        """Hands over to the successor, which handles all later events, because the machines also report them there."""
+        """Hands over to the successor. The machines report all later events to the successor, which handles them."""
         self._job.orders = []
         orders = tell_others(self._job, retirement, now_s)
         self.lacks_quorum_s, self.deadline_s = None, None if retirement.is_over else deadline_s(retirement)
@@ -415,7 +416,7 @@ def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, n
 
 
 def _asked(job: ElasticJob, worker: WorkerRecord, message: WorkerReady, now_s: float) -> None:
-    """Handles a request to join. If a member sends one, it no longer holds the state."""
+    """Handles a request to join. A member that sends such a request no longer holds the state."""
     if worker.phase is WorkerPhase.MEMBER and worker.has_state:
         worker.phase, worker.has_state = WorkerPhase.OUTSIDE, False
     fingerprint = message.fingerprint
@@ -433,7 +434,7 @@ def _asked(job: ElasticJob, worker: WorkerRecord, message: WorkerReady, now_s: f
 
 
 def _broke(job: ElasticJob, worker: WorkerRecord, message: ViewFailed, now_s: float) -> None:
-    """Records broken connections, unless a later view that replaces them was sent to the worker."""
+    """Records broken connections, unless the worker was sent a later view that replaces the connections."""
     views, breaks = job.views, job.breaks
     breaks.committed(message.round)
     generation = message.generation

@@ -24,20 +24,20 @@ class CoordinatorPolicy:
     """The coordinator's settings. Only tests need values other than the defaults. All times are in seconds.
 
     Attributes:
-        min_workers: The number of members below which they finish their batch and wait.
+        min_workers: The minimum number of members. If there are fewer, they finish their batch and wait.
         max_machines: The maximum number of machines that participate at the same time; additional machines stand by.
         start_patience_s: The time for which the first view waits for all workers once `min_workers` are ready.
         gather_s: The time for which a ready worker waits for others that may become ready at about the same time.
         break_patience_s: The time to wait for a death that explains a report of broken connections.
         most_breaks: The number of breaks within `breaks_within_s` that the job tolerates without a death or a committed
             round between them. The next break ends the job.
-        breaks_within_s: The period over which `most_breaks` counts.
-        hope_s: The time for newcomers to report that they hold the state, after all known holders have died.
-        quorum_timeout_s: The time for which a coordinator that lacks a quorum waits for one.
+        breaks_within_s: The period to which `most_breaks` applies.
+        hope_s: The time to wait for newcomers to report that they hold the state, after all known holders have died.
+        quorum_timeout_s: The time for which a coordinator waits for a quorum.
         join_timeout_s: The time for which the job waits for `min_workers`.
         return_patience_s: The time since the last contact after which an unreachable machine's workers are removed from
             the view, unless workers report broken connections earlier.
-        quiet_s: The time by which the first view is delayed in case another running job is reported.
+        quiet_s: The time by which the first view is delayed to wait for reports of another running job.
         follow_patience_s: The time for which a new coordinator waits for a machine to reconnect before it excludes the
             machine's workers.
     """
@@ -113,18 +113,19 @@ class ElasticJob:
         fingerprint: The fingerprint of all members, or None before the first view.
         finished: The workers that have completed their training loop.
         ending_s: The time at which the first worker finished, or None.
-        leaving_s: The time since which all members have been asked to leave, or None.
+        leaving_s: The time at which all members had been asked to leave, or None.
         few_s: The time at which the number of members became too small, or None.
         held: The message that lists the workers that the job is waiting for, or None.
         held_s: The time at which the wait for these workers began.
         due_s: The times at which the state must be evaluated again if no event arrives.
         orders: The pending orders.
         is_shared: Whether other launchers may have to take over as coordinator.
-        withheld: The recipients of the latest view, until enough launchers have stored it; then None.
+        withheld: The recipients of the latest view, or None once enough launchers have stored the view.
         lacks_quorum: Whether the job is waiting for members without which it must not continue.
-        transfers: The transfers begun by another coordinator whose receivers have not reported yet, by receiver.
+        transfers: The transfers of an earlier coordinator to receivers that have not reported yet, by receiver.
         transfer_offers: The senders' replies, by transfer and sender.
-        must_move: Whether the members must change to another store, because that of the latest view is about to close.
+        must_move: Whether the members must change to another store, because the store of the latest view is about to
+            close.
         identity: An identifier that distinguishes this job from all others.
         quiet_until_s: The earliest time for the first view.
     """
@@ -171,7 +172,7 @@ class ElasticJob:
         self.tell(worker, ExitRequest(reason, code))
 
     def give(self, members: Sequence[WorkerRecord], *, is_planned: bool) -> None:
-        """Issues the next view, and sends it to its members and to the workers that it excludes."""
+        """Issues the next view, and sends it to the members and to the workers that the view excludes."""
         outside = (
             [worker for worker in self.registry.workers.values() if worker.phase is WorkerPhase.OUTSIDE]
             if self.is_shared
@@ -186,7 +187,7 @@ class ElasticJob:
         self.release()
 
     def release(self) -> None:
-        """Sends the latest view if any later coordinator would also hold it."""
+        """Sends the latest view if any later coordinator would also hold the view."""
         view = self.views.latest
         if view is None or self.withheld is None:
             return

@@ -1,20 +1,20 @@
-"""The election of a coordinator by launchers that have lost theirs.
+"""The election of a new coordinator by launchers that have lost their coordinator.
 
 Launchers do not vote. A launcher *follows* one coordinator at a time: it passes that coordinator's messages on to its
-workers and ignores all others. A launcher that has lost its coordinator tries the machines in the order of their
-numbers. When it reaches its own number, it *stands* as a candidate for some time, during which others can follow it. A
-follower sends all its data about the job (`MachineReport`). The candidate becomes the coordinator as soon as its
-followers form a quorum in every view that any of them holds. If that takes too long, it gives up its candidacy, and its
-followers continue their search.
+workers and ignores the messages of all other coordinators. A launcher that has lost its coordinator tries the machines
+in the order of their numbers. When it reaches its own number, it *stands* as a candidate for some time, during which
+other launchers can follow it. A follower sends all its data about the job (`MachineReport`). The candidate becomes the
+coordinator as soon as its followers form a quorum in every view that any of them holds. If this takes too long, the
+candidate gives up, and its followers continue their search.
 
 Two coordinators never contradict each other, for the following reason. A view takes effect only if all its members
-enter it, and it is passed on to them only after launchers with a quorum of each earlier view hold it (`views.py`). Any
-other coordinator with a quorum has at least one of these launchers among its followers. Either that launcher has
-reported the view, and the coordinator also needs a quorum of that view; or it followed the new coordinator before it
-received the view. It then does not pass the view on, so the view cannot be completed. Dead workers do not
-count: a launcher that has recorded a death also has the views that the dead worker could have entered. For this reason,
-a launcher records the exit of another launcher only if the two were connected until then and it has read everything
-that was sent.
+enter it. The view is passed on to the members only after launchers with a quorum of each earlier view hold it
+(`views.py`). Any other coordinator with a quorum has at least one of these launchers among its followers. If that
+launcher has reported the view, the other coordinator also needs a quorum of the view. If not, the launcher began to
+follow the other coordinator before it received the view. In that case, the launcher does not pass the view on, so the
+view cannot be completed. Dead workers do not count, because a launcher that has recorded a death also has the views
+that the dead worker could have entered. For this reason, a launcher records the exit of another launcher only if the
+two were connected until the exit and the first has read everything that the other sent.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _GONE = {
 
 @dataclass(frozen=True)
 class TryMachine:
-    """Connect to machine `number`; if it is this machine, first stand as a candidate for `stand_s` seconds."""
+    """Connect to machine `number`. If that is this machine, first stand as a candidate for `stand_s` seconds."""
 
     number: int
     stand_s: float = 0.0
@@ -93,7 +93,7 @@ class CoordinatorSearch:
 
     Attributes:
         me: The launcher's machine number.
-        timeout_s: The time after which the search gives up, in seconds.
+        timeout_s: The time after which the search is given up, in seconds.
         chance: A function that returns random numbers between 0 and 1.
         is_seeking: Whether the search is in progress.
         answers: The result of the latest attempt to follow each machine, by machine number.

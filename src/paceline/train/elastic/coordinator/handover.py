@@ -95,7 +95,7 @@ def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
 
 
 def succession(known: ReplicatedJobState, home: int) -> str:
-    """Returns a sentence that states the new coordinator and the state of the previous one."""
+    """Returns a sentence that names the new coordinator and gives the state of the previous coordinator."""
     if known.coordinator == home:
         return f"machine {home} coordinates again"
     state = "has left" if known.coordinator in known.ended else "cannot be reached"
@@ -112,9 +112,10 @@ class CoordinatorHandover:
 
     Attributes:
         home: The coordinator's machine.
-        store: The store that the members have used for their rendezvous before the handover.
+        store: The store that the members use for their rendezvous before the handover.
         successor: The next coordinator's machine, or None if there is no candidate.
-        unfit_s: For each machine whose store some members could not reach, the time until which it is not considered.
+        unfit_s: The time until which a machine is not considered because some members could not reach its store, by
+            machine.
         empty_s: The time at which the last worker on the coordinator's machine exited, or None.
         ordered_s: The time at which the successor was ordered to stand, or None.
         is_over: Whether the other machines have been ordered to follow the successor.
@@ -184,7 +185,7 @@ def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: floa
 
 
 def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
-    """Returns the orders that complete the handover once the successor is a candidate or is late; None before then."""
+    """Returns the orders that complete the handover, or None until the successor is a candidate or is late."""
     successor = retirement.successor
     assert successor is not None
     stands = not successor.is_reachable or successor.has_left  # a successor disconnects before its candidacy
@@ -198,7 +199,7 @@ def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) 
 
 
 def deadline_s(retirement: CoordinatorHandover) -> float:
-    """Returns the time at which the others are ordered to follow the successor even if it is not a candidate yet."""
+    """Returns the time at which the machines must follow the successor even if it is not a candidate yet."""
     assert retirement.ordered_s is not None
     return retirement.ordered_s + _STANDS_S
 

@@ -1,12 +1,12 @@
 """The coordinator's rules for ending the job, first and forced views, state transfers and planned views.
 
 Each rule is a function that evaluates the job's state and adds orders. `Coordinator._step` applies the rules in the
-sequence given in `coordinator.py`.
+order given in `coordinator.py`.
 
-A *transfer* sends the state to a worker that joins while the others train. Its number is larger than the generation of
-any earlier view. It is announced to all members. Those that are its senders take a snapshot at the beginning of the
-first batch after all members have received the announcement, so all snapshots are equal. The receiver reports when it
-has caught up, or repeats its request when all its senders have failed.
+A *transfer* sends the state to a worker that joins while the others train. The number of a transfer is larger than the
+generation of any earlier view. A transfer is announced to all members. Its senders take a snapshot at the beginning of
+the first batch after all members have received the announcement, so all snapshots are equal. The receiver reports when
+it has caught up, or repeats its request when all its senders have failed.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def finish_job(job: ElasticJob, now_s: float) -> None:
 def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerRecord]:
     """Returns the workers that must exit before the job ends, once a member has finished.
 
-    These are the workers that have finished, whose scripts may continue after the loop, and the members of their last
-    views. Those members have the final state: the finished workers could not have completed the last round without
+    These are the finished workers, whose scripts may continue after the loop, and the members of their last views.
+    Those members have the final state, because the finished workers could not have completed the last round without
     them.
     """
     with_them = {uid for worker in finished for uid in job.views.members_of(worker.installed)}
@@ -75,7 +75,8 @@ def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerReco
 def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
     """Returns the order that ends the job, after all finished workers have exited.
 
-    If a worker was killed after its loop but another one completed, the job has succeeded: all have the same state.
+    If a worker was killed after its loop but another worker completed, the job has succeeded, because all workers have
+    the same state.
     """
     for worker in finished:
         if worker.exit_code > 0:
@@ -245,7 +246,7 @@ def _dismiss_last(job: ElasticJob, leavers: list[WorkerRecord], now_s: float) ->
 
 
 def _are_too_few(job: ElasticJob, latest: View, now_s: float) -> bool:
-    """Reports that workers are missing; returns True, after ending the job, if they have been missing for too long."""
+    """Reports that workers are missing. Ends the job and returns True if they have been missing for too long."""
     if not latest.must_wait:
         job.few_s = None
         return False
@@ -308,7 +309,7 @@ def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
 
 
 def refuse_worker(job: ElasticJob, worker: WorkerRecord, expected: str) -> None:
-    """Dismisses a worker whose results would not be bitwise equal, and stops replacements on its machine."""
+    """Dismisses a worker whose results would differ from the others', and stops replacements on its machine."""
     host = worker.machine.host
     reason = f"worker {worker.uid} on {host} has {worker.fingerprint!r}, and the job's members have {expected!r}"
     reason = f"{reason}: their results would differ in bits"
@@ -368,7 +369,7 @@ def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
 
 
 def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
-    """Issues a forced view, or reports the workers that the job is waiting for; returns False if it must keep waiting.
+    """Issues a forced view, or reports the workers that the job is waiting for; returns False to keep waiting.
 
     After the last round, no quorum is required, because no more rounds are committed.
     """

@@ -1,12 +1,12 @@
-"""The views (membership epochs) that a coordinator has issued, and the workers that may be in the next one.
+"""The views (membership epochs) that a coordinator has issued, and the workers that may be in the next view.
 
     base      the last view that all its members have entered, or a later forced view. Its members hold the job's
               state.
     latest    the last view issued: the base, or a planned view that some members have not entered yet. The
               *newcomers* are the members of the latest view that are not in the base.
 
-A newcomer is included in a forced view only if it has entered the planned view. Before that, it holds its random
-initial state, which must never become the job's state.
+A newcomer is included in a forced view only if it has entered the planned view. Before that, the newcomer holds a
+random initial state, which must never become the job's state.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Views:
     _missing_in: dict[int, set[str]] = field(default_factory=dict)  # by generation, members that have not entered
 
     def give(self, members: Iterable[WorkerRecord], *, is_planned: bool, must_wait: bool) -> View:
-        """Issues the next view, and removes members of earlier views that it does not contain.
+        """Issues the next view, and removes the members of earlier views that the next view does not contain.
 
-        A planned view removes members of the base only after all its own members have entered it.
+        A planned view removes members of the base only after all members of the planned view have entered it.
         """
         team = sorted(members, key=lambda member: member.uid)  # ranks do not depend on the order of requests
         names = tuple(member.uid for member in team)
@@ -149,7 +149,7 @@ class Views:
         """Returns True if any round may have been committed.
 
         A round requires that all members of a view have entered it. This is unknown while any worker is running, or if
-        a worker died on an unreachable machine, from which messages may be missing.
+        a worker died on an unreachable machine, because messages from that machine may be missing.
         """
         workers = {uid: self.registry.workers[uid] for view in self.since_complete for uid in view.members}
         return self.has_begun or any(worker.lives or not worker.was_drained for worker in workers.values())
@@ -168,14 +168,14 @@ class Views:
         return self._members_of.get(generation, ())
 
     def is_explained(self, generation: int) -> bool:
-        """Returns True if a member of that view is known to be absent, which explains the broken connections."""
+        """Returns True if a member of the view is known to be absent, which explains the broken connections."""
         return any(not self.registry.workers[uid].trains for uid in self.members_of(generation))
 
     def is_allowed(self) -> bool:
-        """Returns True if the reachable machines may continue without the others.
+        """Returns True if the reachable machines may continue without the other machines.
 
-        This requires a quorum of every view since the last complete one: a coordinator on the other side of a partition
-        may have received only some of these views.
+        This requires a quorum of every view since the last complete one, because a coordinator on the other side of a
+        partition may have received only some of these views.
         """
         workers = self.registry.workers
         dead = [worker.uid for worker in workers.values() if not worker.lives]
@@ -202,7 +202,7 @@ class Views:
     def undecided(self) -> list[WorkerRecord]:
         """Returns the running members of the views since the last complete one.
 
-        The quorum consists of their launchers.
+        The quorum consists of the launchers of these workers.
         """
         members = {uid for view in self.since_complete for uid in view.members}
         return [worker for worker in self.registry.workers.values() if worker.lives and worker.uid in members]

@@ -61,7 +61,7 @@ class WorkerRecord:
 
     Attributes:
         uid: The worker's name, unique in the job.
-        machine: The machine on which it runs.
+        machine: The machine on which the worker runs.
         fingerprint: A string that is identical on all workers whose results are bitwise equal.
         ready_s: The time at which the worker became ready.
         learns: Whether the worker can catch up while others train (see `membership_rules.py`).

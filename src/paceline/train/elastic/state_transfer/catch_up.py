@@ -1,9 +1,9 @@
 """The catch-up of a receiver, which replays the rounds committed after the snapshot and then enters a view.
 
-With logical shards, the receiver runs the script's loop with the others' results (`LoopCatchUp`). In a DDP loop, it
-cannot participate in the others' forward and backward passes. It repeats their optimizer steps before the script's loop
-begins (`OptimizerCatchUp`), and receives the remaining state, such as buffers, scheduler and loader, when it enters the
-view.
+With logical shards, the receiver runs the script's loop with the members' results (`LoopCatchUp`). In a DDP loop, the
+receiver cannot participate in the members' forward and backward passes. It repeats the members' optimizer steps before
+the script's loop begins (`OptimizerCatchUp`), and receives the remaining state, such as buffers, scheduler and loader,
+when it enters the view.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class AdmissionTest:
     _taken: int = 0
 
     def is_near(self, behind: int) -> bool:
-        """Records the number of remaining results after each received one; returns whether to admit the receiver."""
+        """Records the number of remaining results after a received result; returns whether to admit the receiver."""
         if self._first is None:
             self._first = behind
         self._taken += 1
@@ -91,7 +91,7 @@ class RemoteLog:
 
     Args:
         senders: The connections to the senders' children, all of which serve the same results.
-        on_near: A function that is called with the round when the receiver can be admitted.
+        on_near: A function that is called with the round number once the receiver can be admitted.
         check: A function that is called during waits, and may raise an error.
         may_come: A function that returns whether a receiver that has caught up may be admitted. It is called until it
             returns True. Default: always True.
@@ -238,7 +238,7 @@ _ENDING_S = 1.0  # time for which a receiver without senders waits for the messa
 
 
 class CatchUp:
-    """The base of both kinds of catch-up, which reports that the receiver is near and enters the admitting view.
+    """The base class of both kinds of catch-up. Reports that the receiver is near, and enters the admitting view.
 
     Args:
         connection: The worker's connection to its launcher.
@@ -304,7 +304,7 @@ class LoopCatchUp(CatchUp):
 
         Args:
             round_number: The number of the round.
-            state: The digest of a part of this worker's state, which must equal the others'.
+            state: The digest of a part of this worker's state, which must equal the members' digest.
         """
         try:
             committed, values = self._replay.take(round_number)
@@ -335,7 +335,7 @@ class LoopCatchUp(CatchUp):
     def give_up(self, reason: str) -> NoReturn:
         """Terminates this worker because it can no longer catch up.
 
-        If the job has ended, the launcher's reason is used.
+        If the job has ended, the reason given by the launcher is used.
         """
         until_s = time.monotonic() + _ENDING_S
 
@@ -365,8 +365,8 @@ class OptimizerCatchUp(CatchUp):
         steps: The hooks that repeat optimizer steps.
 
     Attributes:
-        holds: The round before which this worker has the entire state, or FRESH while it lacks a part.
-        has_strayed: Whether the worker's state differs from that of the others, or cannot become equal.
+        holds: The round before which this worker has the entire state, or FRESH while it lacks a part of the state.
+        has_strayed: Whether the worker's state differs from the members' state, or cannot become equal to it.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class OptimizerCatchUp(CatchUp):
         """Blocks until this worker is in a view with the others.
 
         Raises:
-            StateDivergedError: This worker's state differs from that of the others.
+            StateDivergedError: This worker's state differs from the members' state.
             SendersLostError: No sender is left.
         """
         try:
@@ -423,7 +423,7 @@ class OptimizerCatchUp(CatchUp):
             self._replay.close()
 
     def strays(self, reason: str) -> None:
-        """Reports, at most once, why this worker needs the entire state, which makes the other workers wait."""
+        """Reports, at most once, why this worker needs the entire state. The other workers wait while it is sent."""
         if not self.has_strayed:
             self.has_strayed = True
             sys.stderr.write(f"paceline: {self._connection} needs the whole state, and the others wait: {reason}\n")
@@ -438,8 +438,8 @@ class OptimizerCatchUp(CatchUp):
     def _until_next_view(self, *, or_near: bool = False) -> ViewEntered | None:
         """Repeats the steps before the members' next view; if `or_near`, returns None as soon as this worker is near.
 
-        Once this worker is near, the others wait in their next view until it has repeated the last step before that
-        view. It must then run at normal priority.
+        Once this worker is near, the members wait in their next view until this worker has repeated the last step
+        before that view. This worker must then run at normal priority.
         """
         while not (or_near and self._replay.is_near):
             self._check()

@@ -1,7 +1,8 @@
 """Optimizer steps in a DDP loop, which members capture and a receiver repeats.
 
-A step is determined by the gradients at the call of `optimizer.step()`, after clipping and unscaling, by the options of
-the parameter groups, such as the learning rate, and by the optimizer's state. The receiver already has this state.
+A step is determined by the gradients when `optimizer.step()` is called (after clipping and unscaling), the options of
+the parameter groups (such as the learning rate), and the optimizer's state. The receiver already has the optimizer's
+state.
 
 `StateDivergence`, a pure state machine, detects that a receiver's state differs from that of the members.
 """
@@ -29,9 +30,10 @@ class StateDivergedError(Exception):
 class StateDivergence:
     """Compares the steps that a receiver has repeated since the snapshot with the history of the members.
 
-    A member may be lost after it has committed a round but before any other member has, and the others may then commit
-    a different result. Each step therefore contains the digest of the result that preceded it, and each round contains
-    the digest of the previous result. With these digests, a receiver detects a step that the others did not perform.
+    A member may be lost after it has committed a round but before any other member has. The other members may then
+    commit a different result. Each step therefore contains the digest of the result that preceded it, and each round
+    contains the digest of the previous result. With these digests, a receiver detects a step that the other members did
+    not perform.
 
     Args:
         round_number: The round that follows the snapshot.

@@ -1,6 +1,7 @@
 """The receiver of a state transfer, which requests chunks from all senders concurrently and verifies each chunk.
 
-`ViewAdmission` requests to join for a worker without state, which enters a view either directly or after a transfer.
+`ViewAdmission` requests the admission of a worker without state. The worker enters a view either directly or after a
+transfer.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class ReceivedState:
 
 @dataclass
 class _ReceiveBuffers:
-    """The memory that receives the state, allocated when the first sender announces its size."""
+    """The memory that receives the state, allocated when the first sender announces the size of the state."""
 
     contents: SnapshotContents
     chunks: MissingChunks
@@ -237,7 +238,7 @@ class ViewAdmission:
         self.ask_again()
 
     def await_admission(self, after: int) -> View | ExitRequest | ReceivedState:
-        """Waits for a view with a generation greater than `after`, the order to exit, or a successful transfer.
+        """Waits for a view with a generation greater than `after`, an order to exit, or a successful transfer.
 
         Raises:
             LauncherLostError: The launcher has exited.

@@ -85,9 +85,9 @@ class Snapshot:
     """A copy-on-write snapshot of the training state, taken by forking.
 
     Closing the snapshot kills the child and frees its memory. The child shares the memory of the state until this
-    process changes it. The snapshot therefore needs additional memory for the part of the state that changes during its
-    lifetime, at most the size of the state. The log may need the same amount. When the log is full, training waits for
-    the receiver.
+    process changes it. The snapshot therefore needs additional memory for the part of the state that changes during the
+    snapshot's lifetime. This is at most the size of the state. The log may need the same amount. When the log is full,
+    training waits for the receiver.
 
     Args:
         number: The transfer number.
@@ -203,8 +203,8 @@ class StateSender:
     Args:
         connection: The worker's connection to its launcher.
         registry: The state of this worker.
-        steps: The hooks for the optimizer steps of a DDP loop, which receivers get instead of the results of rounds, or
-            None for other loops.
+        steps: The hooks for the optimizer steps of a DDP loop, or None for other loops. Receivers get these steps
+            instead of the results of rounds.
     """
 
     def __init__(

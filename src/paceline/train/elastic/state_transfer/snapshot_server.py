@@ -1,11 +1,11 @@
 """The sender's forked child, which serves its snapshot and the sender's log to one receiver.
 
-The child is forked from a process with threads. It uses nothing that another thread may have left in an inconsistent
-state: neither torch nor the group, and only the inherited descriptors that belong to it.
+The child is forked from a process with threads, so it must not use anything that another thread may have left in an
+inconsistent state, such as torch or the group. Of the inherited descriptors, the child uses only its own.
 
 The log contains the results of the rounds after the snapshot, in an anonymous memory file. The sender appends items
 without waiting, and the child determines the amount of data from the file size. The child frees the memory of results
-that the receiver has.
+once they have been received.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class TransferProgress:
         return self._numbers[1]
 
     def more(self, done: int) -> None:
-        """Records progress, and that the log is no longer needed up to `done`."""
+        """Records progress, and that the log up to `done` is no longer needed."""
         self._numbers[0] = done
         self._numbers[1] += 1
 
@@ -313,7 +313,7 @@ class SnapshotServer:
             pass
 
     def _goes_on(self) -> bool:
-        """Waits for a request or a new log entry and answers; returns False if the sender has exited."""
+        """Waits for a request or a new log entry and responds; returns False if the sender has exited."""
         ready, _, _ = select.select([self._receiver, self._served.line], [], [])
         if self._served.line in ready:
             if not self._served.line.recv(4096):

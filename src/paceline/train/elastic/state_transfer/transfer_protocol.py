@@ -24,7 +24,7 @@ from paceline.train.elastic.worker.agreement import BatchAssignment
 class MissingChunks:
     """The chunks that a receiver still needs, and the senders from which it has requested them.
 
-    When all remaining chunks have been requested, idle senders receive the same requests again. A slow sender therefore
+    When all remaining chunks have been requested, they are requested again from idle senders, so that a slow sender
     does not delay the transfer.
 
     >>> chunks = MissingChunks(2)
@@ -43,7 +43,7 @@ class MissingChunks:
         return not self._missing
 
     def next_for(self, sender: str) -> int | None:
-        """Returns the next chunk to request from `sender`, or None if it was asked for all remaining chunks."""
+        """Returns the next chunk to request from `sender`, or None if all remaining chunks were requested from it."""
         while self._waiting:
             chunk = self._waiting.pop()
             if chunk in self._missing:
@@ -140,7 +140,7 @@ class SnapshotContents(_FrameHead, frozen=True):
 
 
 class SnapshotChunk(_FrameHead, frozen=True):
-    """A chunk of the concatenated buffers, whose bytes form the body."""
+    """A chunk of the concatenated buffers. The bytes of the chunk form the body."""
 
     number: int
     nbytes: int
@@ -178,7 +178,7 @@ class OptimizerStep(_FrameHead, frozen=True):
         optimizer: The name of the optimizer.
         nbytes: The length of the body in bytes. The body holds the contiguous gradients and then the tensors in the
             options.
-        tensors: The dtypes and shapes of these tensors.
+        tensors: The dtypes and shapes of the tensors in the body.
         has_gradient: For each parameter in the order of the groups, whether it has a gradient.
         options: The encoded options of the groups, such as the learning rate.
         obstacle: The reason why the step cannot be repeated, or "".

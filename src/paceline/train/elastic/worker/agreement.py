@@ -1,14 +1,14 @@
 """The agreement of a new view's members, computed from their statuses; every member computes the same result.
 
 A *round* is one sum over all shards: the gradient of a step, or an evaluation. A member keeps the partial sums that it
-has computed in the current round, so only those of a dead worker are computed again. A member commits a round only
-after it has received the vote of every member, so every member then has the result. Members that have not committed the
-round merely lack the confirmation that all agreed. They are one round behind, and commit the result for which they
-voted.
+has computed in the current round, so that only the partial sums of a dead worker are computed again. A member commits a
+round only after it has received the vote of every member, so every member then has the result. Members that have not
+committed the round merely lack the confirmation that all agreed. They are one round behind, and commit the result for
+which they voted.
 
-Members may begin the same batch in different views: after one of them has begun it, another may lose its connections
-and begin the batch in a later view. The latter member must not assign the batch again. Members therefore exchange the
-latest batch that they have begun or received, and adopt its assignment (`BatchAssignments`).
+After one member has begun a batch, another member may lose its connections and begin the same batch in a later view.
+That member must not assign the batch again. Members therefore exchange the latest batch that they have begun or
+received, and adopt its assignment (`BatchAssignments`).
 
 The number of shards of each member is proportional to the member's speed, and changes only if the gain is large enough
 (`fair_counts`).
@@ -27,7 +27,7 @@ from paceline.train.logical_shards.tree_sum import Node, is_tree_over_ranks, nod
 
 
 class BatchAssignment(msgspec.Struct, frozen=True, array_like=True):
-    """The assignment of a batch, identified by its first round, to the members that share it, listed by rank."""
+    """The members, by rank, that share a batch. The batch is identified by its first round."""
 
     round: int
     members: tuple[str, ...]
@@ -169,18 +169,18 @@ class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         round: The member's next round, or FRESH.
-        held: The tree nodes whose sums the member holds for that round.
+        held: The tree nodes whose sums the member holds for round `round`.
         shard_ns: The member's time per shard in nanoseconds, or 0 before it has computed any shard.
         dealt: The latest batch assignment that the member has received or created.
-        has_begun: Whether the member has begun the batch that contains that round.
-        voted: The digest of the result for which the member voted in this round, or 0.
+        has_begun: Whether the member has begun the batch that contains round `round`.
+        voted: The digest of the result for which the member voted in round `round`, or 0.
         committed: The digest of the previous round's result, or 0.
         has_followed: Whether the member has repeated the others' optimizer steps (DDP loop) and lacks only the rest of
             the state.
         parts: The index and digest of each part of the state that was not compared while the member caught up.
         is_sender: Whether the member is the sender of a transfer.
-        guest_until: The round before which the member is a guest: its state has not been fully compared with that of
-            the others, and its vote does not count.
+        guest_until: The round before which the member is a guest. A guest's state has not been fully compared with the
+            states of the other members, and a guest's vote does not count.
     """
 
     round: int
@@ -202,7 +202,7 @@ class Agreement:
 
     Attributes:
         round: The round that is computed next.
-        deal: The tree nodes of each rank in that round.
+        deal: The tree nodes of each rank in round `round`.
         source: For each rank, the rank from which it receives the state or a part of it, or None if it has the state.
         late: The ranks that have the latest result without the confirmation that it was committed.
         outvoted: The late ranks that voted for a different result.
@@ -262,7 +262,7 @@ def _is_up_to_date(status: MemberStatus, latest: int, committed: int) -> bool:
 def _sources(
     statuses: Sequence[MemberStatus], senders: Sequence[int], lacking: Sequence[int], followers: frozenset[int]
 ) -> tuple[int | None, ...]:
-    """Returns the source for each rank that lacks state. Followers receive theirs from the senders of transfers."""
+    """Returns the source for each rank that lacks state. Followers receive state from the senders of transfers."""
     transfer_senders = [rank for rank in senders if statuses[rank].is_sender] or senders
     chosen: dict[int, int] = {}
     for index, rank in enumerate(lacking):
@@ -272,7 +272,7 @@ def _sources(
 
 
 def deal_runs(counts: Sequence[int]) -> Deal:
-    """Returns a division in which rank r has `counts[r]` consecutive shards.
+    """Returns a division of the shards in which rank r has `counts[r]` consecutive shards.
 
     >>> deal_runs([2, 1, 1])[1:]
     [[Node(first=2, stop=3)], [Node(first=3, stop=4)]]
@@ -283,7 +283,7 @@ def deal_runs(counts: Sequence[int]) -> Deal:
 
 
 def deal_evenly(shards: int, ranks: int) -> Deal:
-    """Returns a division in which each rank has consecutive shards; their numbers differ by at most one."""
+    """Returns a division in which each rank has consecutive shards. The ranks' counts differ by at most one."""
     return deal_runs(even_counts(shards, ranks))
 
 

@@ -57,7 +57,7 @@ class WeightedMean(NamedTuple):
 
     Attributes:
         counts: Whether any member had a positive weight.
-        took_part: For each slot of the batch, whether its member participated, even with weight zero.
+        took_part: For each slot of the batch, whether the slot's member participated, even with weight zero.
         has_gradient: For each parameter, whether any member with a positive weight had a gradient.
         gradients: The mean gradient of each parameter.
         buffers: The buffers of the first member with a positive weight.
@@ -160,7 +160,7 @@ class ElasticAverager:
 
     Args:
         model: The module.
-        loader: The loader of its training batches.
+        loader: The loader of the module's training batches.
         on_batch: A function that is called before each batch.
     """
 

@@ -151,11 +151,12 @@ class ElasticState:
     starting with the next step. A step depends on the number of shards but not on the number of workers. The results
     are therefore bitwise equal to those of one uninterrupted process.
 
-    Start the script with `paceline run --elastic`. Without it, the job consists of this one process.
+    Start the script with `paceline run --elastic`. Otherwise, the job consists of this one process.
 
     Before `epochs`, each worker runs the script on its own, and the default process group has one rank. The script must
-    not change the state between taking a batch from the loader and calling `shards.backward`; schedulers step after the
-    optimizer. When a loop resumes in the middle of an epoch, the lines before the loader's `for` statement run again.
+    not change the state between taking a batch from the loader and calling `shards.backward`. Schedulers must step
+    after the optimizer. When a loop resumes in the middle of an epoch, the lines before the loader's `for` statement
+    run again.
 
     If a worker dies in the DDP loop, the others finish the step with the mean over their own samples, and the dead
     worker's samples are repeated at the end of the epoch. No step is lost, and each sample is used once. The exact
@@ -164,9 +165,9 @@ class ElasticState:
     Args:
         model: The `LogicalShards` or `DistributedDataParallel` that wraps the model, or a `DiLoCo`.
         on_view: A function that is called with a `ViewChange` at the beginning of the first batch after workers have
-            joined or left. Every worker passes the same argument, so the function may change learning rates.
-        replays: Whether a joining worker catches up while the others train: in a loop of `LogicalShards` by running the
-            loop with the others' results, and in a DDP loop by repeating their optimizer steps before its own loop. If
+            joined or left. The argument is the same on every worker, so the function may change learning rates.
+        replays: Whether a joining worker catches up while the others train. In a loop of `LogicalShards`, it runs the
+            loop with the others' results. In a DDP loop, it repeats the others' optimizer steps before its own loop. If
             False, the others wait while the worker receives the state. A loop of `LogicalShards` that calls collectives
             or inspects `batches` requires False. Default: True.
         others: All other objects with state, by name, such as the optimizer, the scheduler and the loader.

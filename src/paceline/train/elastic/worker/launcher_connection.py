@@ -87,9 +87,9 @@ class LauncherConnection:
             return due
 
     def set_view_handler(self, on_view: Callable[[View], None] | None) -> None:
-        """Calls `on_view` with each view received so far, and from the receiving thread with each later one.
+        """Calls `on_view` with each view received so far. The receiving thread calls it with each later view.
 
-        After this returns, the previous function is no longer called.
+        After this method returns, the previous function is no longer called.
         """
         with self._changed:
             self._on_view = on_view

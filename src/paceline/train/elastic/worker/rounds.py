@@ -3,7 +3,7 @@
 Each member computes the sums of its tree nodes and *keeps* them. The members add up these sums, each in its own memory,
 and compare digests of the result and of a part of their state. If all are equal, the round is *committed*. If the view
 breaks at any point, each survivor enters the next view with the sums that it holds, and `agreement.py` determines how
-to continue. A shard's value is a pure function of the shard, so repeated work is bitwise equal.
+to continue. A shard's value is a pure function of the shard, so a repeated computation yields the same bits.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Rounds:
         return self._membership.group
 
     def join(self, fingerprint: str, *, replays: bool) -> None:
-        """Requests to join; returns when this worker has the state and is in a view or about to catch up.
+        """Requests to join; returns when this worker has the state and is either in a view or about to catch up.
 
         Args:
             fingerprint: The worker's fingerprint; see `WorkerReady`.
@@ -93,7 +93,7 @@ class Rounds:
         self._tell_deal()
 
     def leave(self) -> None:
-        """Records that this worker was asked to exit. If a later view excludes it, it exits with code 0."""
+        """Records that this worker was asked to exit. If a later view excludes this worker, it exits with code 0."""
         self._membership.is_leaving = True
 
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
@@ -112,7 +112,7 @@ class Rounds:
     def agree_on(self, compute: Callable[[ProcessGroup], Values]) -> Values:
         """Runs a round; returns the result of `compute`, which communicates with the members of the view.
 
-        If the view breaks, `compute` is called again in the next view. It must not modify its inputs.
+        If the view breaks, `compute` is called again in the next view, so it must not modify its inputs.
 
         Raises:
             DivergenceError: The members' results or states differ.

@@ -3,8 +3,8 @@
 The state includes the gradients that no optimizer has used yet, which a checkpoint of an elastic job must contain.
 
 `digest_of_state` returns equal digests if and only if the states are equal, regardless of the kinds of containers and
-the order of entries. It computes the SHA-256 over the kind of a value and over its parts, each preceded by its length,
-so different states never yield the same bytes. The parts depend on the kind:
+the order of entries. It computes the SHA-256 over the kind of a value and over the parts of the value. Each part is
+preceded by its length, so different states never yield the same bytes. The parts depend on the kind:
 
 - tensors and numeric NumPy arrays: the dtype, the shape, and the elements in row-major order, regardless of device and
   strides;
@@ -37,7 +37,7 @@ from paceline.train.zero.optimizer_state import load_optimizer
 class PendingGradients:
     """The gradients that a module has accumulated for the next optimizer step, equal on all workers.
 
-    Gradients that an optimizer step has already used are excluded: the next accumulation begins without them.
+    Gradients that an optimizer step has already used are excluded, because the next accumulation begins without them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -51,7 +51,7 @@ class PendingGradients:
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | int]) -> None:
-        """Sets the gradients in `state`, and removes those of all other parameters."""
+        """Sets the gradients in `state`, and removes the gradients of all other parameters."""
         for name, param in self.module.named_parameters():
             found = state.get(name)
             if isinstance(found, torch.Tensor):
@@ -176,8 +176,8 @@ class TrainingState:
     def capture(self) -> dict[str, Any]:
         """Returns the state on the CPU.
 
-        Tensors in host memory are not copied: training continues to change them. Tensors on a device are copied to the
-        CPU, because a forked child must not use the device.
+        Tensors in host memory are not copied, so training continues to change them. Tensors on a device are copied to
+        the CPU, because a forked child must not use the device.
         """
         state = {
             "parameters": [param.detach() for param in self._module.parameters()],
@@ -312,7 +312,7 @@ def _without_tensors(stateful: Stateful) -> Any:
 
 
 def _with_tensors(stateful: Stateful, state: Any) -> Any:
-    """Returns a state from `_without_tensors` in another process, completed with this process's tensors."""
+    """Completes a state that `_without_tensors` returned in another process with the tensors of this process."""
     if not isinstance(stateful, torch.optim.Optimizer):
         return state
     own = stateful.state_dict()["state"]

@@ -179,7 +179,7 @@ _PARTING_S = 5.0  # time to wait for a discarded group's thread to exit
 
 
 class ViewGroups:
-    """Holds the default process group of the current view, and forms the group of a planned view that arrives."""
+    """Holds the default process group of the current view, and forms the group of a received planned view."""
 
     def __init__(self, connection: LauncherConnection) -> None:
         self._connection = connection

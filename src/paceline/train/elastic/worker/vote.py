@@ -1,4 +1,4 @@
-"""The vote in which the members of a view commit a round. All must have the same result and the same state.
+"""The vote in which the members of a view commit a round. All members must have the same result and the same state.
 
 The digests in the votes reveal a member whose memory differs from that of the others. They do not reveal a member that
 computes wrong sums from correct memory, because all members receive the same wrong sums. To detect such a member, other
@@ -84,7 +84,7 @@ class OutvotedError(PacelineError):
 
 
 class OthersOutvotedError(PacelineError):
-    """Another member was outvoted and exits. The round is not committed but repeated without it."""
+    """Another member was outvoted and exits. The round is not committed, and is repeated without that member."""
 
 
 class Ballot(NamedTuple):
@@ -117,7 +117,7 @@ def vote(
     """Compares the members' ballots and returns them by rank. Guests do not count toward the majority.
 
     Raises:
-        OutvotedError: More than half of the members agree with each other, but this one does not.
+        OutvotedError: More than half of the members agree with each other, but not with this member.
         OthersOutvotedError: More than half of the members, including this one, agree, but not all of them.
         DivergenceError: The ballots differ, and there is no majority. Raised on every member.
     """

@@ -1,7 +1,7 @@
-"""A worker's membership in views: the worker obtains the state, enters successive views, and exits if one excludes it.
+"""A worker's membership in views. The worker obtains the state, enters views, and exits if a view excludes it.
 
-When the members of a view have formed its group, they exchange statuses, from which `agreement.py` derives their next
-actions. Members that have the state then send it, or a part of it, to the members that lack it.
+When the members of a view have formed the view's group, they exchange statuses. `agreement.py` derives the members'
+next actions from the statuses. Members that have the state then send all or a part of it to the members that lack it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WorkerMembership:
 
     Attributes:
         sender: The transfers that this worker serves.
-        view: The latest view that the worker has entered or, before it has any state, received.
+        view: The latest view that the worker has entered, or the latest received view while the worker has no state.
         group: The process group of the current view, or None.
         agreed: The agreement between the members of the current view.
         catching_up: The replay of rounds that others have committed, or None.
@@ -85,7 +85,7 @@ class WorkerMembership:
         self.is_leaving = False
 
     def begin(self, fingerprint: str, *, learns: bool) -> None:
-        """Requests to join; returns when this worker has the state and is in a view or about to catch up.
+        """Requests to join; returns when this worker has the state and is either in a view or about to catch up.
 
         Args:
             fingerprint: The worker's fingerprint, see `WorkerReady`.
@@ -133,7 +133,7 @@ class WorkerMembership:
             self._admission.ask_again()
 
     def enter(self, view: View) -> None:
-        """Enters a view with its other members.
+        """Enters a view together with the other members.
 
         Raises:
             SystemExit: The view does not contain this worker.
