@@ -360,7 +360,7 @@ class HandoverOrder(_Order, frozen=True):
 
 
 class FenceStalledOrder(_Order, frozen=True):
-    """Kill a stopped worker. The other members continue without it, and it must not resume among them."""
+    """Kill a stopped worker. The other members continue without it, so it must not resume training with them."""
 
     machine: str
     uid: str

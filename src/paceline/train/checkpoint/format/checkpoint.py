@@ -1,4 +1,4 @@
-"""Checkpoint: reads any region of any tensor in a checkpoint, and verifies its digests.
+"""Checkpoint: reads any region of any tensor in a checkpoint, and verifies the digests.
 
 `listing_of` lists the checkpoints in a root with their faults, and `export` writes tensors from a checkpoint as one
 safetensors file.
@@ -42,7 +42,7 @@ from paceline.train.checkpoint.format.storage import (
     storage_error,
 )
 
-_MOST_NBYTES = 4 << 30  # maximum size of a manifest, which takes some tens of bytes for each MiB of the checkpoint
+_MOST_NBYTES = 4 << 30  # maximum size of a manifest, which takes a few tens of bytes per MiB of the checkpoint
 _CHUNK_NBYTES = 64 << 20  # number of bytes that are exported at a time
 Progress: TypeAlias = Callable[[int, int], None]
 

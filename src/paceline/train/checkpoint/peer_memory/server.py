@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 VARIABLE = "PACELINE_COPIES"
 _CHANNEL = "copies"  # equals `protocol.CHANNEL`; `protocol.py` is imported only when a worker connects
 
-# If a worker's machine is lost, the cache drops its unfinished files after half a minute instead of two hours.
+# If a worker's machine is lost, the cache drops the worker's unfinished files after half a minute instead of two hours.
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),

@@ -31,7 +31,7 @@ Workers follow these rules:
   middle of a batch, where newcomers cannot begin.
 - A worker that waits between two batches does not report broken connections, because others may already have entered
   the planned view.
-- No member continues in a view before all its members have the state.
+- No member continues in a view before all members of the view have the state.
 - In a view that must wait, all members finish a batch that any of them has begun, and begin no other.
 - A worker that receives a view of which it is not a member has lost its state, and exits or requests to join again. If
   it was asked to exit, it exits with code 0, at the agreed batch if the view is planned and the worker's connections
@@ -160,7 +160,7 @@ class Coordinator:
     def machine_returned(
         self, report: MachineReport, now_s: float, address: str = "", store: str = ""
     ) -> CoordinatorOrders:
-        """Adds a machine that was unreachable or followed another coordinator. Its workers have already been started."""
+        """Adds a machine that was unreachable or followed another coordinator. Its workers were started earlier."""
         machine = str(report.number)
         was_resuming, self._is_resuming = self._is_resuming, True
         self._raise_term(report.knowledge.term)

@@ -87,7 +87,7 @@ def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
 
 
 def has_closed(job: ElasticJob) -> bool:
-    """Returns True if all members were asked to leave and dismissed; ends the job when none of them is left."""
+    """Returns True if all members were asked to leave and were dismissed; ends the job when none of them is left."""
     members = job.views.concerned
     if not members or any(worker.phase is not WorkerPhase.DISMISSED for worker in members):
         return False

@@ -102,8 +102,8 @@ _NEW = 0.2  # the weight of the latest measurement in a member's speed
 def even_counts(shards: int, ranks: int) -> list[int]:
     """Returns the number of shards per rank for equally fast ranks.
 
-    The first ranks receive the remainder. The last ranks receive it instead if the core can add up the ranks' sums only
-    in that case (see `sum_over_ranks`), for example if there were as many ranks as shards and a few ranks were lost.
+    The first ranks receive the remainder. The last ranks receive it instead if the core could not add up the ranks'
+    sums otherwise (see `sum_over_ranks`), for example if a few ranks of a job with as many ranks as shards were lost.
 
     >>> even_counts(8, 3), even_counts(4, 3)
     ([3, 3, 2], [1, 1, 2])

@@ -1,7 +1,7 @@
 """The process groups of views. `ViewGroups` holds the current group and forms the next one.
 
-The group of a planned view forms on a separate thread while its members still train in the previous view. The members
-enter the view when all of them have formed the group, so no member waits for a slow connection.
+The group of a planned view is formed on a separate thread while its members still train in the previous view. The
+members enter the view when all of them have formed the group, so no member waits for a slow connection.
 """
 
 from __future__ import annotations
