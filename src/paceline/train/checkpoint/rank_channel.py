@@ -93,7 +93,7 @@ def result_of_first(work: Callable[[], bytes], channel: CollectiveChannel) -> by
 
 
 class StoreChannel:
-    """A channel over keys in the job's store, for threads other than the training thread. Each method may be called once.
+    """A channel over keys in the job's store, for background threads. Each method may be called only once.
 
     Each rank registers a last will, which the store publishes if the rank dies. The other ranks then fail without
     waiting for the timeout.
