@@ -1,8 +1,8 @@
 """Access rules for the page (token, cookie and Host header), and the ASGI middleware that applies them.
 
-Without these rules, a malicious web site in the same browser could read the page: after loading, the site can point its
-own host name to 127.0.0.1 (DNS rebinding) and then shares the page's origin. Only the Host header reveals this attack,
-so the Host header of every request is first compared with a list of permitted names.
+Without these rules, a malicious web site in the same browser could read the page by DNS rebinding. Once the site has
+loaded, its host name is resolved to 127.0.0.1, so that its scripts have the same origin as the page. Only the Host
+header reveals this attack. The Host header of every request is therefore compared with a list of permitted names first.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def new_token() -> str:
 
 
 def name_of(run_id: str) -> str:
-    """Replaces characters in a job's name that are not allowed in a cookie's name."""
+    """Converts a job's name to a part of a cookie's name by replacing invalid characters."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", run_id)[:64]
 
 
@@ -141,7 +141,7 @@ _ALWAYS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 class AccessMiddleware:
-    """ASGI application that wraps another one and only passes permitted requests to it.
+    """ASGI application that wraps another application and passes only permitted requests to it.
 
     Args:
         inner: the wrapped application.
@@ -184,8 +184,8 @@ class AccessMiddleware:
         headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             key = name.decode("latin-1").lower()
-            # A browser may send several Cookie headers, which are joined. Two Host headers are an attack; joined, they
-            # match no permitted host.
+            # A browser may send several Cookie headers, which are joined. Two Host headers indicate an attack. They are
+            # joined as well, so that they match no permitted host.
             headers[key] = f"{headers[key]}; {value.decode('latin-1')}" if key in headers else value.decode("latin-1")
         path = scope["path"]
         if self._prefix and (path == self._prefix or path.startswith(self._prefix + "/")):

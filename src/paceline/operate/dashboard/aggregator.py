@@ -1,7 +1,7 @@
 """Aggregation of a job's samples into the state to display. Does not use files, sockets or a clock.
 
-The what-if line estimates the duration of a step if the stragglers were as fast as the other ranks.
-`operate/diagnosis/stragglers.py` contains the rule. Lin et al. (OSDI 2025) replay whole traces to answer the same
+The what-if line estimates how long a step would take if the stragglers were as fast as the other ranks. The rule for
+stragglers is in `operate/diagnosis/stragglers.py`. Lin et al. (OSDI 2025) replay whole traces to answer the same
 question.
 """
 
@@ -103,7 +103,7 @@ class CallTable:
 def _row(kind: _Kind, by_rank: dict[int, deque[CallStatistics]]) -> CallRow:
     """Returns the row for a kind of call.
 
-    The duration is the shortest over all ranks, because it includes the least waiting.
+    The row shows the shortest duration over all ranks, because it includes the least waiting.
     """
     operation, dtype, count, algorithm = kind
     actual_s = min(
@@ -175,7 +175,7 @@ def _short(value: float) -> float:
 
 
 def owed_calls(sample: JobSample) -> tuple[str, ...]:
-    """Returns a sentence about each call in which ranks are waiting: the missing and waiting ranks, and the time."""
+    """Returns one sentence per call in which ranks wait: the missing ranks, the waiting ranks and the waiting time."""
     states = tuple(rank.pending for rank in sample.ranks if rank.pending is not None)
     sentences = []
     for wait in waits_of(JobSnapshot(sample.now_s, states)):
@@ -196,7 +196,7 @@ def header_of(
     Args:
         facts: the properties of the job.
         ranks: the latest sample from each rank.
-        verdict: the diagnosis of a job that makes no progress, or None.
+        verdict: the diagnosis if the job makes no progress, otherwise None.
         now_s: the current time on the job's clock.
         step_s: the recent mean duration of a step, or None if unknown.
     """
@@ -270,7 +270,7 @@ class StragglerWatch:
         self.costs: tuple[StragglerCost, ...] = ()
 
     def take(self, work: Sequence[StepWork]) -> None:
-        """Adds steps, and searches if there are enough new ones."""
+        """Adds steps, and searches for stragglers if there are enough new steps."""
         self._work.extend(work)
         self._new += len(work)
         if len(self._work) >= FEWEST_STEPS and self._new >= min(_STEPS_BETWEEN_TESTS, FEWEST_STEPS):
@@ -280,7 +280,7 @@ class StragglerWatch:
 
 
 def what_if_of(costs: Sequence[StragglerCost], *, is_over: bool) -> StragglerEstimate | None:
-    """Returns sentences about the stragglers and the step duration without them, or None without stragglers."""
+    """Returns sentences about the stragglers and the step duration without them; None if there are no stragglers."""
     if not costs:
         return None
     sentences = [diagnosis.sentence for cost in costs for diagnosis in describe(cost, is_over=is_over)]
@@ -343,7 +343,7 @@ class DashboardAggregator:
 
     @property
     def stragglers(self) -> tuple[StragglerCost, ...]:
-        """The stragglers at the latest search."""
+        """The stragglers found by the latest search."""
         return self._watch.costs
 
     def state(self) -> DashboardState:
@@ -444,7 +444,7 @@ def _own_time(rank: int, recent: tuple[StepColumn, ...]) -> float:
 
 
 def _mean(numbers: list[float]) -> float:
-    """Returns the mean, or 0 for an empty list. Ten times as fast as `fmean`, which sums without rounding errors."""
+    """Returns the mean, or 0 for an empty list. This is ten times as fast as `fmean`, whose sum is exact."""
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 

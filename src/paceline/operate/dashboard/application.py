@@ -42,7 +42,7 @@ class PageConnections:
         self._by_address: dict[object, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
 
     def opened(self, transport: asyncio.Transport) -> None:
-        """Adds a connection, and aborts another if there are too many."""
+        """Adds a connection, and aborts another connection if there are too many."""
         peer = transport.get_extra_info("peername")
         if not isinstance(peer, tuple):  # the peer is connected to a Unix socket, which only its owner can open
             return
@@ -99,7 +99,8 @@ def application(
         broadcaster: the source of the state to display.
         access: the access rules.
         prefix: the path under which a proxy serves the page.
-        actions: functions by name, which a POST to actions/NAME calls if `access.acts`; each returns a short report.
+        actions: the functions that a POST to actions/NAME calls if `access.acts` is True, keyed by name. Each function
+            returns a short report.
         passed: a function called with the peer's address for each request with a valid token.
     """
     known_files = assets()  # a fixed set of names; no path is ever built from a request

@@ -47,7 +47,7 @@ class AppendOnlyList(Generic[Item]):
     Attributes:
         items: the items kept.
         first: the index of the first item kept; earlier items were dropped.
-        epoch: a number that changes whenever earlier items have changed and a viewer must fetch all items again.
+        epoch: a number that changes whenever earlier items change. A viewer must then fetch all items again.
     """
 
     items: tuple[Item, ...] = ()
@@ -91,7 +91,7 @@ class Figures:
         exposed_share: the fraction of the step for which ranks wait for communication.
         overlap: the fraction of communication that overlaps with other work; None without communication.
         parts: the durations of the step's parts in the order of `PARTS`.
-        predicted: the duration of a step if its calls took the predicted time; None without predictions.
+        predicted: the duration that a step would have if its calls took the predicted time; None without predictions.
     """
 
     step: float
@@ -128,7 +128,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class StragglerEstimate:
-    """The actual duration of a step, and the estimate if the stragglers (`ranks`) were as fast as the other ranks."""
+    """Duration of a step, and its estimated duration if the stragglers (`ranks`) were as fast as the other ranks."""
 
     sentence: str
     ranks: tuple[int, ...]
@@ -176,7 +176,7 @@ class Timeline:
 class LinkRow:
     """A row for a link from one rank to another, or for shared memory if the peer is -1.
 
-    Unknown values are None. `is_slow` marks the links between a pair of hosts that is slower than other pairs.
+    Unknown values are None. `is_slow` is set if the two hosts have slower links than other pairs of hosts.
     """
 
     rank: int
@@ -243,7 +243,7 @@ def in_ms(seconds: float) -> float:
 
 
 class Tail(Generic[Item]):
-    """An append-only list that keeps its last `most` items."""
+    """An append-only list that keeps only its last `most` items."""
 
     def __init__(self, most: int) -> None:
         self._items: deque[Item] = deque(maxlen=most)
@@ -281,7 +281,7 @@ class DownsampledCurve:
         self.epoch = 0
 
     def until(self, step: int) -> DownsampledCurve:
-        """Returns a copy of the curve that ends before a step."""
+        """Returns a copy of the part of the curve before a step."""
         rest = DownsampledCurve(self._most)
         rest.points = [point for point in self.points if point.step < step]
         rest._stride = self._stride

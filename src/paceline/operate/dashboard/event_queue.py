@@ -75,7 +75,7 @@ class EventFormatter:
 
 @dataclass(frozen=True)
 class WorkerRunning:
-    """Notes that a worker is running.
+    """A note about a worker that is running.
 
     `fd` is a file descriptor for its recording, or -1 if there is none; the dashboard thread closes it.
     """
@@ -88,7 +88,7 @@ class WorkerRunning:
 
 @dataclass(frozen=True)
 class WorkerGone:
-    """Notes that a worker has exited.
+    """A note about a worker that has exited.
 
     `how` describes the failure. It is "" if the worker succeeded or was asked to exit, and None if only the recording
     shows whether the worker succeeded.
@@ -101,7 +101,7 @@ class WorkerGone:
 
 @dataclass(frozen=True)
 class RemoteSample:
-    """A note with the state of another machine's ranks, and that machine's events and lines since the previous note."""
+    """A note with the state of another machine's ranks, and the machine's events and output since the previous note."""
 
     ranks: tuple[RankSample, ...] = ()
     links: tuple[LinkRate, ...] = ()
@@ -134,7 +134,7 @@ class EventQueue:
         self.leave(WorkerRunning(rank, pid, host, os.dup(fd) if fd is not None and fd >= 0 else -1))
 
     def take(self) -> list[Note]:
-        """Removes and returns all notes in order, with lines of output last."""
+        """Removes and returns all notes in order, except that lines of output are last."""
         with self._lock:
             notes = [*self._notes, *self._lines]
             self._notes.clear()

@@ -150,7 +150,7 @@ class Broadcaster:
 
     Args:
         look: a function that takes a sample of the job; called on the event loop's thread.
-        life: the server's name for event ids, see `Feed`.
+        life: the server's name in event ids; see `Feed`.
     """
 
     def __init__(self, look: Callable[[], JobSample], life: str) -> None:
@@ -200,7 +200,7 @@ class Broadcaster:
         self._wake.set()
 
     async def fresh(self) -> bytes:
-        """Returns the state as JSON, at most one second old."""
+        """Returns a state that is at most one second old, as JSON."""
         self._asked_s = time.monotonic()
         if self._asked_s - self._taken_s > WATCHED_S:
             self.sample()

@@ -1,4 +1,4 @@
-"""Collectors outside the launcher, for a running job on this machine and for the directories of a job.
+"""Collectors that run outside the launcher, for a running job on this machine or for the directories of a job.
 
 `ExternalCollector` opens the launcher's recordings through /proc/PID/fd, which the kernel permits for processes of the
 same user. The launcher and the workers are not affected. The job's events, including the diagnosis of a stall, are read
@@ -53,7 +53,7 @@ _HEAD = struct.Struct("<Q")
 
 
 class OutOfReachError(Exception):
-    """Raised if the job has ended, or this user may not read its recordings."""
+    """Raised if the job has ended, or if this user may not read its recordings."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def aggregate_directories(directories: Sequence[Path], verdict: StallNotice | No
     """Aggregates the data of a job's last attempt, read from the job's directories on all machines.
 
     Args:
-        directories: the job's directories, as `paceline runs` lists them on each machine.
+        directories: the job's directories on all machines, as listed by `paceline runs`.
         verdict: the diagnosis of the job's failure, or None.
 
     Raises:
@@ -345,7 +345,7 @@ def _job(directory: Path) -> dict[str, Any]:
 
 
 def _events(directory: Path, ended_s: float, now_s: float) -> Iterator[JobEvent]:
-    """Yields the launcher's events. `now_s` on the job's clock and the time of day `ended_s` are the same instant."""
+    """Yields the launcher's events. `now_s` on the job's clock and the time of day `ended_s` are equivalent."""
     for path in files_of_job(directory, EVENTS_FILE):
         formatter = EventFormatter()
         for text in path.read_text(errors="replace").splitlines():

@@ -75,7 +75,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """Completed calls of one kind whose duration the engine had predicted.
+    """Statistics on completed calls of one kind. The engine had predicted the duration of each call.
 
     Attributes:
         operation, dtype, count, algorithm: the kind of call; `count` is the number of elements per call.
@@ -107,7 +107,8 @@ class RankSample:
         steps: the steps completed since the previous sample, in order.
         values: the values that the program has logged since the previous sample, as (step, name, value).
         calls: the calls with predictions that were completed since the previous sample.
-        pending: the rank's groups and latest calls if a rank on its host has been waiting for long, otherwise None.
+        pending: the rank's groups and latest calls if a rank on its host has been waiting for a long time, otherwise
+            None.
     """
 
     rank: int
@@ -130,7 +131,7 @@ class LinkRate:
 
     Attributes:
         nbytes_per_s: the rate since the previous sample.
-        delivers_nbytes_per_s: the kernel's latest delivery rate; 0 if unknown.
+        delivers_nbytes_per_s: the latest delivery rate reported by the kernel; 0 if unknown.
         round_trip_s, variation_s: the smoothed round-trip time and its variation; 0 if unknown.
         retransmits: the total number of retransmitted segments.
         recent: the recent traffic, or None if unknown.
@@ -149,7 +150,7 @@ class LinkRate:
 
 @dataclass(frozen=True)
 class JobEvent:
-    """An event in the job, such as a start, a death or a new view; `cost_s` is the time lost, if known."""
+    """An event in the job, such as the exit of a worker or a new view. `cost_s` is the time lost, if known."""
 
     at_s: float
     kind: str

@@ -257,7 +257,7 @@ def _state_of(worker: _Worker, now_s: float) -> tuple[RankActivity, str]:
 def _event_of(rank: int, mark: StandaloneEvent) -> JobEvent | None:
     """Returns the event to display for a rank's mark, or None.
 
-    Marks for views are ignored: the launcher reports views.
+    Marks for views are ignored, because the launcher reports views.
     """
     if mark.kind is not EventKind.CHECKPOINT:
         return None

@@ -3,8 +3,8 @@
 `operate/diagnosis/recording_reader.py` takes tens of milliseconds to read a whole recording, but the page samples 64
 ranks every second. An entry's position is its index modulo the size of the ring (native/record/recorder.cpp), so new
 entries form one or two slices. Only complete entries are final; an open entry, such as the current step, is read again
-later. Python takes a microsecond to unpack an entry, so the words that determine which entries are used are first read
-as columns.
+later. Unpacking an entry in Python takes a microsecond. The words needed to select the entries are therefore read as
+columns first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PastCall(NamedTuple):
 
     Attributes:
         begin_s, end_s: the times at which the call began and ended.
-        complete_s: the time at which all ranks had arrived; 0 if unknown.
+        complete_s: the time at which the last rank arrived; 0 if unknown.
         is_async: whether the call was asynchronous.
         predicted_s: the duration that the engine predicted; 0 without a prediction.
     """
@@ -113,9 +113,9 @@ class StepParts:
     def _predicted(self, own_s: float) -> float | None:
         """Returns how long the step would have taken if each call had taken its predicted time.
 
-        Buckets are averaged sequentially as they become ready, as in `operate/plan/step_time.py`. Returns None if no
-        call has a prediction, or if the call of a bucket has none. Other calls without a prediction contribute their
-        actual duration.
+        Buckets are averaged one at a time in the order in which they become ready, as in `operate/plan/step_time.py`.
+        Returns None if no call has a prediction, or if the call of a bucket has none. Other calls without a prediction
+        contribute their actual duration.
 
         Args:
             own_s: the rank's own time in the step, in seconds.
@@ -487,7 +487,8 @@ class RecordingFollower:
             update.steps.append(self._parts.pop(number, StepParts()).step(number, begin_s, end_s))
 
     def _used_events(self, new: Sequence[EntryBlock], stride: int) -> Iterator[tuple[int, ...]]:
-        """Yields all events in every `stride`-th step, and the marks and values except `SAMPLES` in other steps."""
+        """Yields all events in every `stride`-th step; in other steps, only marks and the values other than
+        `SAMPLES`."""
         for block in new:
             kinds, steps = block.column(_KIND_WORD), block.column(_EVENTS_STEP_WORD)
             for position in block.complete:

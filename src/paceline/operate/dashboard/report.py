@@ -51,7 +51,7 @@ def report(state: DashboardState, made: str) -> bytes:
 
     Args:
         state: the state of the job.
-        made: the text for the footer, with the time and the program.
+        made: the text of the footer, which states the time and the program.
     """
     known = {name: data.decode() for name, data in assets().items()}
     styles = known["uplot.css"] + known["page.css"]
@@ -77,7 +77,7 @@ def report(state: DashboardState, made: str) -> bytes:
 
 
 def _without_modules(text: str) -> str:
-    """Removes imports and exports from a module's code, to combine all modules into one script."""
+    """Removes imports and exports from a module's code, so that all modules can be combined into one script."""
     return _EXPORT.sub("", _IMPORT.sub("", text))
 
 

@@ -1,6 +1,6 @@
 """Server for the page, and the page's address.
 
-The server runs on a separate thread, where failures do not affect the job.
+The server runs on a separate thread, so that its failures do not affect the job.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _listen_on_port(port: int) -> socket.socket:
 
 
 def _listen_on_path(path: str) -> socket.socket:
-    """Opens a socket that only this user can access; replaces an old socket that no process serves."""
+    """Opens a socket that only this user can access. Replaces an old socket on which no process listens."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise AddressError(f"--dash-socket {path}: a file with this name exists and is not a socket")
@@ -249,7 +249,7 @@ class DashboardServer:
 
 
 class _RequestErrors(logging.Handler):
-    """Reports exceptions in the page's requests as one line each, except for requests that end with the job."""
+    """Reports each exception in a request to the page in one line, except if the request was cancelled."""
 
     def __init__(self, complain: Callable[[str], None]) -> None:
         super().__init__(logging.ERROR)

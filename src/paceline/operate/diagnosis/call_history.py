@@ -78,8 +78,8 @@ class CallMismatch:
 def predicted(past: Sequence[CallSignature], count: int = _LOOKS_AHEAD) -> list[CallSignature]:
     """Predicts the next `count` calls.
 
-    Finds the earlier point in `past` before which the calls match the end of `past` for longest, and repeats the calls
-    after that point.
+    Finds the longest sequence of calls at the end of `past` that also occurs earlier in `past`, and repeats the calls
+    that followed the earlier occurrence.
     """
     best, best_length = 0, 0
     for end in range(len(past) - 1, 0, -1):
@@ -135,7 +135,7 @@ def _explain(number: int, histories: Mapping[int, Mapping[int, RankCall]]) -> Ca
 
 
 def _by_step(own: Mapping[int, RankCall], number: int, expected: Sequence[CallSignature]) -> MismatchKind:
-    """Determines whether a rank skipped calls or made one twice, as far as the training steps show this."""
+    """Determines from the training steps, where possible, whether a rank skipped calls or made a call twice."""
     call = own[number]
     if own[number - 1].step != call.step:
         return MismatchKind.SKIPPED
@@ -211,7 +211,8 @@ class CallCountMismatch:
 def call_count_mismatch(calls: Mapping[int, Sequence[RankCall]]) -> CallCountMismatch | None:
     """Returns the first step in which one rank made a different number of calls than the other ranks, or None.
 
-    This detects a skipped call even if all calls look the same, unlike `difference`. Only complete steps are compared.
+    Unlike `difference`, this function detects a skipped call even if all calls look the same. Only complete steps are
+    compared.
     """
     per_rank = {rank: _counts(own) for rank, own in calls.items()}
     per_rank = {rank: counts for rank, counts in per_rank.items() if counts}

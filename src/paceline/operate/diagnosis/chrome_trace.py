@@ -2,7 +2,7 @@
 
 All ranks share one time axis. Each rank is a process in the trace, with one row for its steps, one for each thread and
 each device, one for the calls in each group, and one for gradient buckets. Arrows lead from sends to receives. Traces
-from `torch.profiler` can be merged. These traces use the time of day, so the time axis does as well.
+from `torch.profiler` can be merged. Because these traces use the time of day, the time axis does as well.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _of_call(axis: _TraceAxis, call: CallRecord) -> list[TraceEvent]:
 
 
 def _arrows(axes: Sequence[_TraceAxis]) -> list[TraceEvent]:
-    """Returns an arrow from each send to its receive.
+    """Returns an arrow from each send to the matching receive.
 
     Messages between two ranks with the same tag arrive in order. The recordings may begin at different messages, so
     messages are matched backwards from the last completed one.

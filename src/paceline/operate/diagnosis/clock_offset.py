@@ -1,9 +1,9 @@
 """Clock offsets between machines, measured with messages or estimated from calls that end simultaneously.
 
-`OffsetEstimate` evaluates requests for another machine's time. That machine reads its clock between the sending of the
-request and the receipt of the response. The midpoint is therefore off by at most half the round-trip time, even if the
-two delays differ. Clocks run at slightly different speeds, so the error grows with a measurement's age, at the rate
-`DRIFT`.
+`OffsetEstimate` evaluates requests for another machine's time. That machine reads its clock at some moment between the
+sending of the request and the receipt of the response. The midpoint between these two times is off by at most half the
+round-trip time, even if the two delays differ. Because clocks run at slightly different speeds, the error grows with
+the age of the measurement, at the rate `DRIFT`.
 
 `aligned` does not need messages: it uses calls that end on all ranks at about the same time.
 """
@@ -23,7 +23,7 @@ _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrie
 
 @dataclass(frozen=True)
 class Offset:
-    """Nanoseconds between CLOCK_MONOTONIC on another machine and on this one, with an error bound at `at_ns`."""
+    """Nanoseconds by which another machine's CLOCK_MONOTONIC is ahead of this one's, with an error bound at `at_ns`."""
 
     offset_ns: int
     error_ns: int
@@ -84,7 +84,8 @@ def aligned(ranks: Sequence[RankState], clocks: Sequence[str]) -> list[RankState
 
     Args:
         ranks: the states of the ranks.
-        clocks: the name of each rank's clock. If no call connects a clock to the first one, its ranks stay unchanged.
+        clocks: the name of each rank's clock. If no call connects a clock to the first one, the times of the ranks on
+            that clock stay unchanged.
     """
     offsets = {clocks[0]: 0.0} if ranks else {}
     for rank, clock in zip(ranks, clocks, strict=True):

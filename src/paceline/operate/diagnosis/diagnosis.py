@@ -43,8 +43,8 @@ from paceline.operate.diagnosis.job_snapshot import (
 from paceline.operate.diagnosis.slow_links import find_silent_links, find_slow_link
 from paceline.operate.diagnosis.wait_graph import CallWait, find_deadlock, roots, waits_of
 
-# Minimum time since the last arrival at a call that is reported as unfinished. Machines do not take their snapshots at
-# exactly the same moment, so a call may have ended on a machine that took its snapshot slightly earlier.
+# Minimum time between the last arrival at a call and the report that the call is unfinished. Machines do not take their
+# snapshots at exactly the same moment, so a call may have ended on a machine that took its snapshot slightly earlier.
 _SETTLED_S = 5.0
 
 _PLURALS = {"is": "are", "waits": "wait", "has": "have"}
@@ -165,7 +165,7 @@ def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -
 
 
 def _where(snapshot: JobSnapshot, ranks: Sequence[int], group: str, sequence: int) -> str:
-    """Returns the line in the user's program that made the call, if it is the same on these ranks."""
+    """Returns the line in the user's program at which all of these ranks made the call, if they share one."""
     lines = {line_of_call(rank, group, sequence) for rank in snapshot.ranks if rank.rank in ranks} - {""}
     return f" ({lines.pop()})" if len(lines) == 1 else ""
 
@@ -196,7 +196,7 @@ def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
 
 
 def _is_consequence(rank: RankState) -> bool:
-    """Returns True if another rank's failure broke this rank's latest call, after which it raised an exception."""
+    """Returns True if another rank's failure broke this rank's latest call and this rank then raised an exception."""
     latest = max(rank.calls, key=lambda call: call.arrived_s, default=None)
     is_exception = rank.ending is not None and rank.ending.manner is ExitReason.EXCEPTION
     return is_exception and latest is not None and latest.outcome in _OTHERS_FAULTS
@@ -282,7 +282,7 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
 
 
 def _miscounted(snapshot: JobSnapshot, wait: CallWait) -> Diagnosis | None:
-    """Finds a step with an unusual number of calls on one rank, in case mismatched calls look the same."""
+    """Finds a step in which one rank made an unusual number of calls, because mismatched calls may look the same."""
     found = call_count_mismatch(_histories(snapshot, wait.call.group))
     if found is None:
         return None
@@ -304,7 +304,7 @@ def _count(found: CallCountMismatch, word: str) -> str:
 
 
 def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
-    """Diagnoses ranks that exited while others are waiting: they made too few calls, or a few waiters made too many."""
+    """Diagnoses an early exit: the ranks that exited made too few calls, or a few waiting ranks made too many."""
     start = beginning(snapshot, wait.waiters)
     left = [each.rank for each in snapshot.ranks if each.rank in wait.absent and _has_left(each)]
     if len(left) > len(wait.waiters):
@@ -328,7 +328,7 @@ def _has_left(rank: RankState) -> bool:
 
 
 def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
-    """Blames a stopped rank if all ranks have entered the call, or else reports that the call does not complete."""
+    """Diagnoses a call that all ranks have entered: blames a stopped rank, or reports the call as unfinished."""
     complete = [wait for wait in waits if wait.is_complete and not wait.call.is_message]
     if not complete:
         return None

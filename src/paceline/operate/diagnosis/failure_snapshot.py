@@ -25,7 +25,7 @@ _FEW_CALLS = 128  # calls per rank; covers a failed rank's last actions and the 
 
 
 def prepare() -> None:
-    """Imports the modules needed for a snapshot and its diagnosis in advance."""
+    """Imports in advance the modules needed to take and diagnose a snapshot."""
     import paceline.operate.diagnosis.diagnosis
     import paceline.operate.diagnosis.machine_snapshot  # noqa: F401
 

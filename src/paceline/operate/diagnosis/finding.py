@@ -53,7 +53,7 @@ class Diagnosis:
 
     Attributes:
         cause: the cause of the problem.
-        blamed: the ranks at fault, or several ranks of which one is at fault.
+        blamed: the ranks that are at fault, or that may be at fault if only one of them is.
         sentence: the message for the user, in one sentence.
         is_fault: whether something is wrong. If False, the ranks are only waiting for a rank that is doing other work.
         is_certain: whether ranks with an unknown state can be ruled out as the cause.
@@ -111,7 +111,7 @@ def lasting(seconds: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Formats a duration in milliseconds with three significant digits.
+    """Formats a duration given in milliseconds, with three significant digits.
 
     >>> milliseconds(174.2), milliseconds(17.42), milliseconds(1.742), milliseconds(2500.0)
     ('174 ms', '17.4 ms', '1.74 ms', '2.5 s')
@@ -154,7 +154,7 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
 
 
 def line_of(rank: RankState) -> str:
-    """Returns the line of the user's program that a rank is executing, or the line where it failed; "" if unknown."""
+    """Returns the line of the user's program that a rank is executing or at which it failed; "" if unknown."""
     if rank.place is not None and rank.place.line:
         return rank.place.line
     return rank.ending.line if rank.ending is not None else ""
@@ -163,7 +163,8 @@ def line_of(rank: RankState) -> str:
 def line_of_call(rank: RankState, group: str, sequence: int) -> str:
     """Returns the line in the user's program that made a call; "" if unknown.
 
-    If the line was not recorded, the rank must still be in the call, whose line is then the rank's current one.
+    If the line was not recorded, the rank must still be in the call, so the line that the rank is executing is
+    returned.
     """
     made = (call for call in rank.calls if (call.group, call.sequence) == (group, sequence) and not call.is_message)
     line = next((call.line for call in made if call.line), "")
@@ -184,7 +185,7 @@ def during(rank: RankState) -> str:
 
 
 def summary(ranks: Sequence[RankState], world_size: int) -> list[str]:
-    """Formats the progress of each rank as a line, followed by a line that lists ranks without a recording."""
+    """Formats the progress of each rank in one line. A further line lists the ranks without a recording."""
     lines = [_line(rank) for rank in ranks[:_MOST_LINES]]
     if len(ranks) > _MOST_LINES:
         lines.append(f"... and {len(ranks) - _MOST_LINES} more ranks")

@@ -42,7 +42,8 @@ class RankCall:
         tcp_nbytes: the number of bytes that the rank sent over the network for the call.
         line: the line of the user's program that made the call, such as "train.py:71"; "" if unknown.
         device: the type of device that runs the call, such as "cuda"; "" for the CPU.
-        reached_s: the time at which the device reached the call, having completed all earlier work; None if it has not.
+        reached_s: the time at which the device reached the call, having completed all earlier work; None if the device
+            has not reached the call.
     """
 
     group: str
@@ -139,8 +140,8 @@ class ProcessActivity:
         waited_share: the fraction of time for which threads that compute were runnable but had no core.
         moves: whether the process's stack changed.
         child: the name of a child process that started or exited, such as "cc1plus", or "".
-        wakes_hz: how often the main thread went to sleep, per second.
-        reads_stdin: whether the main thread waited for input on its standard input, in both samples.
+        wakes_hz: the number of times per second that the main thread went to sleep.
+        reads_stdin: whether the main thread was waiting for standard input in both samples.
     """
 
     state: ProcessState
@@ -222,9 +223,9 @@ class GroupMembership:
     Attributes:
         number: the rank's number in the group.
         size: the number of members.
-        name: the name of the group for messages.
-        ranks: the members' numbers in the job, by group rank; only given while the rank is waiting for the group to
-            form.
+        name: the name of the group in error messages.
+        ranks: the members' numbers in the job, ordered by group rank. They are only given while the rank is waiting for
+            the group to form.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Snapshot of one machine's workers: their recordings, stacks and processes, and its JSON form.
+"""Snapshot of one machine's workers (their recordings, stacks and processes), and its conversion to JSON.
 
 Launchers send the JSON to each other, and write it to the job's directory.
 """
@@ -45,8 +45,8 @@ class MachineSnapshot:
     Attributes:
         taken_s: the time of the snapshot on the machine's monotonic clock, which all times in `ranks` also use.
         ranks: the states of the ranks.
-        stalled_since_s: the start time of the longest overdue call or, without one, of the period in which all ranks
-            have been idle; None if there is neither.
+        stalled_since_s: the start time of the longest overdue call. If no call is overdue, the time since which all
+            ranks have been idle, or None if some rank is not idle.
     """
 
     taken_s: float
@@ -54,7 +54,7 @@ class MachineSnapshot:
     stalled_since_s: float | None = None
 
 
-# Created at import: msgspec 0.22 crashes if two threads create it at the same time.
+# Created at import, because msgspec 0.22 crashes if two threads create it at the same time.
 _decoder = msgspec.json.Decoder(MachineSnapshot)
 
 
@@ -96,10 +96,10 @@ def snapshot_if_stalled(
 
     Args:
         workers: the workers on this machine.
-        patience: the threshold that applies to a call's duration at the end of the snapshot.
+        patience: the threshold for overdue calls; it applies at the end of the snapshot.
         is_asked: whether to take the snapshot even if no call is overdue.
         look_s: the time between the two samples of each process, in seconds.
-        may_be_idle: True if no worker has recorded anything for so long that idle ranks are reported.
+        may_be_idle: whether to report idle ranks, because no worker has recorded anything for a long time.
     """
     soon = StallThreshold(patience.floor_s - look_s, patience.ceiling_s - look_s)
     if not is_asked and not may_be_idle and not any(_waits_too_long(worker, soon) for worker in workers):
@@ -152,7 +152,7 @@ def _recorded(worker: WatchedWorker, most_calls: int = MOST_CALLS) -> RankState:
 
 
 def _stalled_since_s(ranks: Sequence[RankState], patience: StallThreshold, may_be_idle: bool) -> float | None:
-    """Returns the start time of the longest overdue call or, without one, of the period of idleness of all ranks."""
+    """Returns the start time of the longest overdue call; without one, the time since which all ranks are idle."""
     now_s = time.monotonic()
     calls = [call for rank in ranks if (call := overdue(rank, now_s, patience)) is not None]
     if calls:

@@ -1,4 +1,4 @@
-"""State of a job that has ended, read from recordings, stall snapshots and failures. Any of these may be missing."""
+"""State of a job that has ended, read from recordings, stall snapshots and failure files. Each may be missing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_job(*directories: str | os.PathLike[str]) -> PostmortemData:
         [recording.clock.identity for recording in recordings],
     )
     runs = machines_in(directories)
-    # After a signal, the order in which workers lost each other is meaningless.
+    # After a signal, the order in which workers lost their connections to each other is meaningless.
     is_stopped = any(run.state is RunStatus.STOPPED for run in runs)
     is_over = not any(run.state is RunStatus.RUNNING for run in runs)
     ended = [
@@ -80,7 +80,7 @@ def read_job(*directories: str | os.PathLike[str]) -> PostmortemData:
 def verdict_on(job: PostmortemData) -> Diagnosis | None:
     """Returns the diagnosis of a job's last known state, or None if no rank is waiting and none has failed.
 
-    A stall is described in the present tense. If the job has ended since, the message says so, and a stall that was
+    A stall is described in the present tense. If the job has ended since, the message mentions this. A stall that was
     over before the job ended does not count as a fault.
     """
     found = diagnose(job.snapshot)
@@ -131,7 +131,7 @@ def _machine_snapshot(path: Path) -> MachineSnapshot | None:
 
 
 def _failures(path: Path) -> list[tuple[int, RankExitStatus]]:
-    """Returns the rank and its failure from a file written by the launcher; empty if the file cannot be read."""
+    """Returns a list with the rank and the failure in a launcher's file; empty if the file cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(path.read_text())
         record = found["record"]
