@@ -175,7 +175,7 @@ def _short(value: float) -> float:
 
 
 def owed_calls(sample: JobSample) -> tuple[str, ...]:
-    """Returns one sentence per call in which ranks wait: the missing ranks, the waiting ranks and the waiting time."""
+    """Returns a sentence for each call in which ranks wait, with the missing ranks, the waiting ranks and the time."""
     states = tuple(rank.pending for rank in sample.ranks if rank.pending is not None)
     sentences = []
     for wait in waits_of(JobSnapshot(sample.now_s, states)):

@@ -136,7 +136,7 @@ def _active_s(measured: LinkRecord) -> float:
 
 
 def _joined(one: LinkRate, other: LinkRate) -> LinkRate:
-    """Merges the links of two groups between the same ranks, and keeps the round-trip time of the busier link."""
+    """Merges the links that two groups have between the same ranks; keeps the busier link's round-trip time."""
     assert one.recent is not None and other.recent is not None
     busier = max(one, other, key=lambda link: (link.nbytes_per_s, _weight(link)))
     recent = job_snapshot.PeerTraffic(

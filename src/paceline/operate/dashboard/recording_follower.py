@@ -487,8 +487,7 @@ class RecordingFollower:
             update.steps.append(self._parts.pop(number, StepParts()).step(number, begin_s, end_s))
 
     def _used_events(self, new: Sequence[EntryBlock], stride: int) -> Iterator[tuple[int, ...]]:
-        """Yields all events in every `stride`-th step; in other steps, only marks and the values other than
-        `SAMPLES`."""
+        """Yields all events in every `stride`-th step; in other steps, only marks and values other than `SAMPLES`."""
         for block in new:
             kinds, steps = block.column(_KIND_WORD), block.column(_EVENTS_STEP_WORD)
             for position in block.complete:

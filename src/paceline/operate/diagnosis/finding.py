@@ -53,7 +53,7 @@ class Diagnosis:
 
     Attributes:
         cause: the cause of the problem.
-        blamed: the ranks that are at fault, or that may be at fault if only one of them is.
+        blamed: the ranks at fault, or all candidates if the rank at fault cannot be determined.
         sentence: the message for the user, in one sentence.
         is_fault: whether something is wrong. If False, the ranks are only waiting for a rank that is doing other work.
         is_certain: whether ranks with an unknown state can be ruled out as the cause.

@@ -131,7 +131,7 @@ def _machine_snapshot(path: Path) -> MachineSnapshot | None:
 
 
 def _failures(path: Path) -> list[tuple[int, RankExitStatus]]:
-    """Returns a list with the rank and the failure in a launcher's file; empty if the file cannot be read."""
+    """Reads a rank's failure from a launcher's file; returns an empty list if the file cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(path.read_text())
         record = found["record"]

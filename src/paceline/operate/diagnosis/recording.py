@@ -145,8 +145,8 @@ class CallRecord:
         outcome: the result, such as "ok" or "timed_out"; None until the call has ended.
         is_async: whether the call was asynchronous.
         arrived_ns: the time at which the program made the call.
-        started_ns: the time at which all earlier calls in the group had ended or, on a device, at which the device had
-            completed all earlier work; None until then.
+        started_ns: the time at which the last earlier call in the group ended or, for a call on a device, the time at
+            which the device completed all earlier work; None until then.
         complete_ns: the time at which this rank detected the last rank's arrival, or None if unknown.
         ended_ns: the time at which the call ended, or None.
         last_arrived: the group rank that arrived last; None if unknown, for example between hosts.
@@ -218,7 +218,7 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class LinkRecord:
-    """The connections from one group to one other rank, as last measured by the kernel.
+    """The connections of one group to one other rank, as last measured by the kernel.
 
     Attributes:
         group: the serial number of the group.
@@ -300,7 +300,7 @@ class ProcessRecording:
         return tuple(event for event in self.events if event.end_ns is None)
 
     def shifted(self, offset_ns: int) -> ProcessRecording:
-        """Adds `offset_ns` to all times, which converts the recording to another host's clock."""
+        """Converts the recording to another host's clock by adding `offset_ns` to all times."""
         pairs = tuple(replace(pair, monotonic_ns=pair.monotonic_ns + offset_ns) for pair in self.clock.pairs)
         return replace(
             self,

@@ -96,9 +96,9 @@ def read_live(fd: int, source: str = "") -> ProcessRecording:
 
 
 def read_latest(fd: int, most_calls: int = MOST_CALLS, most_events: int = MOST_EVENTS) -> ProcessRecording:
-    """Reads the latest calls and events of a running process, and all earlier ones that have not ended.
+    """Reads a running process's latest calls and events, and all earlier calls and events that have not ended.
 
-    The calls lack the names of their algorithms.
+    The names of the calls' algorithms are not read.
 
     Raises:
         NoRecordingError: the process has not begun to record.
@@ -138,7 +138,7 @@ def _table_location(data: bytearray, table: int) -> tuple[int, int]:
 
 
 def _clear_old(data: bytearray, table: int, nbytes: int, most: int) -> None:
-    """Clears the stamps in a table, except for the latest `most` entries and those that have not ended."""
+    """Clears the stamps of all entries in a table except the latest `most` and those that have not ended."""
     offset, capacity = _table_location(data, table)
     stamps = _stamps_in(data, offset, capacity, nbytes)
     oldest_kept = layout.first_stamp(layout.index_of(max(stamps, default=0)) - most + 1)
@@ -494,7 +494,7 @@ def _traffic(recording: ProcessRecording) -> tuple[PeerTraffic, ...]:
 
 
 def _since_s(recording: ProcessRecording) -> float | None:
-    """Returns the latest time at which a call ended or an open wait began; failing that, the start of the recording."""
+    """Returns the latest end of a call or start of an open wait; without either, the start of the recording."""
     ends = [call.ended_ns for call in recording.calls if call.ended_ns is not None]
     begun = [event.start_ns for event in recording.open_events() if event.kind in _WAITS]
     known = [*ends, *begun] or [recording.started_ns]

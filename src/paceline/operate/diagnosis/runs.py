@@ -2,9 +2,9 @@
 
 The launcher on each machine creates one directory per job: RUNS/ID, or LOG_DIR/RUN_ID with --log-dir. It contains
 
-- `job.json`: the command, the variables' names, the versions, and the job's outcome;
-- `events.jsonl`: the launcher's actions, one JSON object per line;
-- `attempt_N/RANK/`: a worker's `recording.record` and, if saved, `stdout.log`, `stderr.log` and `error.json`.
+- `job.json`: the command, the names of the environment variables, the versions, and the job's outcome; -
+`events.jsonl`: the launcher's actions, one JSON object per line; - `attempt_N/RANK/`: a worker's `recording.record`
+and, if saved, `stdout.log`, `stderr.log` and `error.json`.
 """
 
 from __future__ import annotations
@@ -82,16 +82,16 @@ def runs_directory(environment: Mapping[str, str] = os.environ) -> Path:
 def files_of_job(directory: str | os.PathLike[str], pattern: str) -> list[Path]:
     """Returns the files of a job whose names match a pattern, sorted.
 
-    They are in the job's directory or in its subdirectories for attempts and ranks. A directory may also contain one
-    such directory for each machine. Nothing else is searched, so that a wrong directory, such as a home directory, is
-    not crawled.
+    Searches the job's directory and its subdirectories for attempts and ranks. The directory may also contain one such
+    job directory for each machine. Other subdirectories are not searched, because the user may have passed a wrong
+    directory, such as a home directory.
     """
     levels = ("", "*/", "attempt_*/*/", "*/attempt_*/*/")
     return sorted({path for level in levels for path in Path(directory).glob(level + pattern)})
 
 
 def read_run(directory: Path) -> JobRun | None:
-    """Reads the job from a directory; returns None if there is none."""
+    """Returns the job in a directory, or None if the directory does not contain a job."""
     try:
         facts: dict[str, Any] = json.loads((directory / JOB_FILE).read_bytes())
         state = RunStatus(facts["state"])

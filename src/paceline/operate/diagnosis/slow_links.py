@@ -4,8 +4,8 @@ The speed of a connection is the amount of data sent divided by the time for whi
 receive buffer was not full. Thus a rank that rarely sends, or whose peer reads slowly, is not mistaken for a slow
 network. The nominal speed of the network is unknown, so a link only counts as slow compared with faster links.
 
-The network delays a job if calls take long after their last rank has arrived. A slow rank would arrive late instead.
-The message for the user states the hosts and the rate without judging them.
+The network delays a job if calls take a long time to complete after the last rank has arrived. A slow rank would arrive
+late instead. The message for the user states the hosts and the rate, but does not assess the rate.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class InterHostTraffic:
     Attributes:
         hosts: the names of the hosts.
         ranks: the ranks on these hosts.
-        time_s: the total time of the calls after the last arrivals, in seconds.
+        time_s: the total time that the calls took after their last rank had arrived, in seconds.
         span_s: the time from the first to the last call, in seconds.
         nbytes_s: the rate at which a rank sent, in bytes per second.
     """
@@ -154,7 +154,7 @@ def transfers(ranks: Sequence[RankState]) -> InterHostTraffic | None:
 
 
 def slow_network(ranks: Sequence[RankState]) -> list[Diagnosis]:
-    """Returns a diagnosis if the network is slow and took much of the time, otherwise an empty list."""
+    """Returns a list with one diagnosis if the network is slow and took much of the time, otherwise an empty list."""
     found = transfers(ranks)
     if found is None or found.share < WORTH_TELLING or found.time_s < _WORTH_TELLING_S:
         return []

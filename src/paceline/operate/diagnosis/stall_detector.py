@@ -29,7 +29,7 @@ Default = TypeVar("Default")
 
 
 def explain_or_default(explain: Callable[[], T], default: Default) -> T | Default:
-    """Returns `explain()`. If that raises an exception, reports it with its line on stderr and returns `default`."""
+    """Returns `explain()`, or `default` if `explain` raises an exception, which is reported with its line on stderr."""
     try:
         return explain()
     except Exception as error:  # an error in a diagnosis must not terminate the training job
@@ -74,7 +74,7 @@ class StallThreshold:
 
     @property
     def idle_s(self) -> float:
-        """The duration after which it is reported that no rank makes calls or works."""
+        """The duration of a period without calls or work on any rank after which the period is reported."""
         return 2 * self.ceiling_s
 
     def limit_s(self, durations_s: Sequence[float]) -> float:
@@ -107,7 +107,7 @@ def overdue(rank: RankState, now_s: float, patience: StallThreshold) -> RankCall
 
 @dataclass
 class ActivityTracker:
-    """Tracks when each worker last recorded anything; only the recordings of quiet workers need to be read."""
+    """Tracks the time of each worker's latest record, so that only the recordings of quiet workers must be read."""
 
     quiet_since_s: dict[int, float] = field(default_factory=dict)
     _ticks: dict[int, int] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class ActivityTracker:
 
 @dataclass
 class StallReporter:
-    """Reports each diagnosis of a stall once until it changes, and the end of the stall."""
+    """Reports the diagnosis of a stall whenever the diagnosis changes, and the end of the stall."""
 
     verdict: Diagnosis | None = None
     since_s: float = 0.0

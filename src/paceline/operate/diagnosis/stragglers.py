@@ -1,20 +1,20 @@
-"""Detection of stragglers: ranks that are slower than others by more than chance and their own spread explain.
+"""Detection of stragglers: ranks that are slower than others by more than chance and their own variation explain.
 
-One rule serves the launcher, `paceline analyze`, the report, the page and `paceline top`. Its input is each rank's own
-work in each step. Durations of backward passes or calls do not reveal stragglers: in synchronous training they are
+The launcher, `paceline analyze`, the report, the page and `paceline top` use the same rule. Its input is each rank's
+own work in each step. Durations of backward passes or calls do not reveal stragglers: in synchronous training they are
 equal on all ranks, because fast ranks wait in their calls for slow ones.
 
 Some rank is last in every step, so being last is no evidence. The rule is a permutation test: if no rank differs from
 the others, exchanging the ranks within a step does not change the distribution of their times (Pitman 1937). It is
-applied to two values of each step: the position of a rank among the ranks (Friedman 1937), which a rank that is always
-slower increases, and the time that the others wait for the last rank, which a rank with some long steps increases. The
-sum of a rank's values is compared with the sum that results if the value of each step is drawn from all ranks. This
-probability is bounded by the method of Chernoff (1952), which holds for any number of steps and for heavy
-tails: a single long pause is one draw among `n` ranks, however long it is.
+applied to two values of each step. The first is the position of a rank among the ranks (Friedman 1937), which is high
+for a rank that is always slower. The second is the time that the other ranks wait for the last rank, which is long for
+a rank with some long steps. The test determines how probable a rank's sum of values is if the value of each step is
+drawn from all ranks. This probability is bounded by the method of Chernoff (1952). The bound holds for any number of
+steps and for heavy tails, because a single long pause is one draw among `n` ranks, however long it is.
 
-Consecutive steps are not independent: another process may occupy a core for some seconds. Steps are therefore added up
-in blocks, which are merged until neighboring blocks are uncorrelated (Flyvbjerg and Petersen 1989), and the mean must
-exceed its standard error over the blocks. The probability is multiplied by the number of tests and ranks (Bonferroni),
+Consecutive steps are not independent: another process may occupy a core for some seconds. Steps are therefore summed in
+blocks, which are merged until neighboring blocks are uncorrelated (Flyvbjerg and Petersen 1989), and the mean over the
+blocks must exceed three standard errors. The probability is multiplied by the number of tests and ranks (Bonferroni),
 and by `k (k + 1) / 2` if the steps are tested for the k-th time (a spending function, Lan and DeMets 1983).
 """
 
@@ -48,7 +48,7 @@ _SEARCH_STEPS = 60
 
 _MOST_ALIKE = 8  # maximum number of calls of one kind in an iteration
 
-# a step has a stall if it exceeds either multiple: of the median, or of the 95th percentile (LONG)
+# a step has a stall if its duration exceeds this multiple of the median or (LONG) of the 95th percentile
 _STALL_TIMES_MEDIAN, _STALL_TIMES_LONG = 20.0, 5.0
 _MOST_DIGITS = 6  # digits of a confidence level such as 99.9999%
 
@@ -62,8 +62,8 @@ class StepWork:
         duration_s: the time from the end of the previous step to the end of this one, in seconds.
         own_s: each rank's own time in seconds, without waiting for others. Only the differences between ranks matter.
         data_s: the time that each rank waited for data, in seconds; may be empty.
-        device_s: the part of each rank's own time for which the program had made its calls but its device had not
-            reached them, in seconds; may be empty.
+        device_s: the part of each rank's own time in which the program had made its calls but the device had not
+            reached the calls, in seconds; may be empty.
         is_step: whether this is a recorded training step.
     """
 
@@ -82,11 +82,11 @@ class Straggler:
     Attributes:
         rank: the number of the rank.
         cause: `Cause.SLOW_CORE`, `SLOW_DEVICE`, `LOADER` or `LONG_STEPS`.
-        excess_s: the additional time compared with the median of the other ranks, in a usual step or, if the rank is
-            slower in some steps only, in such a step.
+        excess_s: the additional time per step compared with the median of the other ranks, in seconds. If the rank is
+            slower only in some steps, only these steps count.
         share: the mean additional time, as a fraction of the mean step.
-        long_steps: the number of steps in which the rank is slower; None if it is slower as a rule.
-        period: the interval between such steps if it is constant, otherwise None.
+        long_steps: the number of steps in which the rank is slower; None if the rank is slower in general.
+        period: the interval between the steps in which the rank is slower, if the interval is constant, otherwise None.
         probability: the probability that chance alone makes any rank appear this slow.
     """
 
@@ -106,7 +106,7 @@ class StragglerCost:
     Attributes:
         stragglers: the stragglers, slowest first.
         ranks: the number of ranks.
-        steps: the number of steps, without stalls.
+        steps: the number of steps without a stall.
         step_s: the mean duration of a step, in seconds.
         without_s: the estimated mean duration, in seconds, if the stragglers were as fast as the other ranks.
         is_step: whether the program records training steps.
@@ -138,7 +138,7 @@ def find_stragglers(work: Iterable[StepWork], looks: int = 1) -> list[StragglerC
 
     Args:
         work: the steps, oldest first.
-        looks: the number of times that steps of this job have been tested, including this time.
+        looks: the number of tests of this job's steps so far, including this one.
     """
     by_ranks: dict[frozenset[int], list[StepWork]] = defaultdict(list)
     for step in work:
@@ -169,7 +169,7 @@ class _StepTable:
         self.ranks = sorted(steps[0].own_s)
         self.own = [[step.own_s[rank] for rank in self.ranks] for step in steps]
         self.excess: list[list[float]] = []  # per step and rank: own time minus the others' median
-        # per step: the last rank's excess, which is how long the median of the others waits; 0 for the other ranks
+        # per step: the last rank's excess, that is, the median of the other ranks' waits; 0 for the other ranks
         self.waits: list[list[float]] = []
         self.places: list[list[float]] = []  # per step and rank: 0 for the fastest rank, 1 for the slowest
         for row in self.own:
@@ -261,7 +261,7 @@ def _slow_at_times(table: _StepTable, rank: int, factor: float) -> Straggler | N
 
 
 def _long_steps(waits: Sequence[float]) -> list[bool]:
-    """Returns True if each step is long, that is, its wait is at least half of the self-weighted mean wait."""
+    """Returns a flag for each step: True if its wait is at least half of the self-weighted mean wait."""
     limit_s = sum(wait * wait for wait in waits) / sum(waits) / 2
     return [wait >= limit_s for wait in waits]
 
@@ -287,8 +287,8 @@ def _cause_of(table: _StepTable, rank: int, excess_s: float, otherwise: Cause) -
 def _saved_s(table: _StepTable, found: Sequence[Straggler]) -> float:
     """Returns the mean time per step that would be saved if the stragglers were as fast as the other ranks.
 
-    For a rank that is slower as a rule, only the usual additional time is subtracted, so its own variations remain. For
-    a rank that is slower in some steps only, the time in these steps is replaced by the median of the other ranks.
+    For a rank that is slower in general, only the usual additional time is subtracted, so its own variations remain.
+    For a rank that is slower in some steps only, the time in these steps is replaced by the median of the other ranks.
     """
     changed = [list(row) for row in table.own]
     for straggler in found:
@@ -347,7 +347,7 @@ def _is_correlated(series: Sequence[float]) -> bool:
 
 
 def _chernoff_bound(blocks: Sequence[Sequence[float]], column: int) -> float:
-    """Returns the minimum over t > 0 of E[exp(t X)] / exp(t x), where X draws the value of each block from all ranks.
+    """Returns the minimum over t > 0 of E[exp(t X)] / exp(t x); X sums one value per block, drawn from all ranks.
 
     Args:
         blocks: the values of each block, at most 1.
@@ -386,7 +386,7 @@ def _minimum(convex: Callable[[float], float]) -> float:
 
 
 def work_before_calls(ranks: Sequence[RankState]) -> list[StepWork]:
-    """Derives the ranks' work from the times at which they arrived at calls, which must be on one clock.
+    """Derives the ranks' work from their arrival times at calls. All times must be on one clock.
 
     A rank's lateness at a call is measured relative to the median rank. If a rank made several calls before the first
     of them ended, only the additional lateness counts. The calls of a training step are added up. If the program
@@ -419,9 +419,10 @@ def _steps_of(matched: Sequence[Mapping[int, RankCall]]) -> list[int | None]:
 
 
 def _iterations_of(matched: Sequence[Mapping[int, RankCall]]) -> list[int | None]:
-    """Returns the number of each call's iteration among the calls of the same ranks; None before the first one.
+    """Returns each call's iteration, counted among the calls of the same ranks; None before the first iteration.
 
-    An iteration begins with a call of the rarest kind. Kinds of calls that some iterations lack are not considered.
+    An iteration begins with a call of the rarest kind. Kinds of calls that do not occur in every iteration are not
+    considered.
     """
     kinds = [(frozenset(calls), next(iter(calls.values())).header) for calls in matched]
     counts: dict[frozenset[int], Counter[CallSignature]] = defaultdict(Counter)
@@ -452,7 +453,7 @@ class _CallSum:
 
 
 def _with_durations(sums: Mapping[tuple[frozenset[int], int], _CallSum], data_s: Mapping[int, float]) -> list[StepWork]:
-    """Returns the work of all steps but each group's first one, whose beginning is unknown."""
+    """Returns the work of all steps except the first step of each group, because its beginning is unknown."""
     counts = Counter(members for members, _ in sums)
     ended_s: dict[frozenset[int], float] = {}
     work = []
@@ -466,7 +467,7 @@ def _with_durations(sums: Mapping[tuple[frozenset[int], int], _CallSum], data_s:
 
 
 def describe(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) -> list[Diagnosis]:
-    """Returns a diagnosis for each straggler; the last one also states the estimated step duration without stragglers.
+    """Returns a diagnosis for each straggler. The last one includes the estimated step duration without stragglers.
 
     Args:
         cost: the stragglers and their cost.

@@ -19,7 +19,8 @@ class CallWait:
         absent: the ranks that have not arrived.
         strangers: the group ranks of absent members whose state is unknown.
         since_s: the time at which the first waiter arrived.
-        last_s: the time at which the last rank arrived or, for a call on a device, the last device.
+        last_s: the time at which the last rank arrived or, for a call on a device, the time at which the last device
+            reached the call.
         members: the size of the group.
         unreached: the waiters whose devices have not reached the call, because earlier work is incomplete.
     """
@@ -117,13 +118,13 @@ def _latest(rank: RankState, group: str) -> int:
 
 
 def _made(rank: RankState, group: str, number: int) -> RankCall | None:
-    # In an elastic job, the groups of successive views share a name, and each restarts the numbering of calls.
+    # In an elastic job, the groups of successive views share a name, and the call numbers restart in each group.
     made = [call for call in _collectives(rank, group) if call.sequence == number]
     return max(made, key=lambda call: (call.is_open, call.arrived_s), default=None)
 
 
 def find_deadlock(waits: Sequence[CallWait], is_blocked: Mapping[int, bool]) -> list[CallWait]:
-    """Returns calls in different groups that wait for each other, or an empty list.
+    """Returns a list of calls in different groups that wait for each other; empty without a deadlock.
 
     Args:
         waits: the unfinished calls.
@@ -144,7 +145,7 @@ def find_deadlock(waits: Sequence[CallWait], is_blocked: Mapping[int, bool]) -> 
 
 
 def _shortest_cycle(start: int, edges: Mapping[int, Sequence[int]]) -> list[int]:
-    """Returns the shortest cycle through `start`, or an empty list."""
+    """Returns the nodes of the shortest cycle through `start`; empty without a cycle."""
     paths = [[start, node] for node in edges[start]]
     seen = set()
     while paths:
@@ -158,7 +159,7 @@ def _shortest_cycle(start: int, edges: Mapping[int, Sequence[int]]) -> list[int]
 
 
 def roots(waits: Sequence[CallWait], is_blocked: Mapping[int, bool]) -> list[int]:
-    """Returns ranks that others are waiting for but that are not waiting, by decreasing number of missed calls."""
+    """Returns ranks that keep others waiting but are not waiting themselves, most missed calls first."""
     missed = Counter(rank for wait in waits for rank in wait.absent)
     held = {rank for wait in waits if not wait.is_complete for rank in wait.waiters if is_blocked.get(rank, True)}
     return [rank for rank in sorted(missed, key=lambda rank: (-missed[rank], rank)) if rank not in held]

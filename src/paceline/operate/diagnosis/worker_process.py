@@ -209,7 +209,7 @@ def between(first: ProcessSample | None, last: ProcessSample | None) -> ProcessA
 def _waited_ns(first: ProcessSample, last: ProcessSample) -> int:
     """Returns the time for which the threads that compute were runnable but had no core.
 
-    Threads that only poll occasionally are excluded; on a busy machine, they also have to wait for a core.
+    Threads that only poll occasionally are excluded, because they also wait for a core on a busy machine.
     """
     least_ns = _LEAST_CORES * (last.at_s - first.at_s) * 1e9
     waited_ns = 0
@@ -251,7 +251,7 @@ def _descendants(root: Path, pid: int) -> list[int]:
 
 
 def _file_bytes(root: Path, pid: int) -> int:
-    """Returns the number of bytes read and written. The kernel's disk counters do not cover network file systems."""
+    """Returns the number of bytes read and written, including network file systems, unlike the disk counters."""
     text = _read(root / str(pid) / "io")
     at_disk = _number(text, "read_bytes:") + _number(text, "write_bytes:")
     return max(at_disk, _number(text, "rchar:") + _number(text, "wchar:"))
@@ -275,7 +275,7 @@ def _is_frozen(root: Path, pid: int) -> bool:
 
 
 def capture_stack(pid: int, timeout_s: float = 1.0) -> tuple[Frame, ...]:
-    """Returns the stack of a worker's main thread, or of the thread that it is waiting for; empty if none arrives."""
+    """Returns the stack of a worker's main thread, or of the thread that it is waiting for; empty if it times out."""
     return capture_stacks([pid], timeout_s).get(pid, ())
 
 
@@ -323,7 +323,7 @@ def _send_signal(pid: int, file: int) -> bool:
 
 
 def _send_by_number(pid: int) -> bool:
-    """Sends the signal to a process id, which belonged to the worker a moment ago."""
+    """Sends the signal to a process id that belonged to the worker a moment ago."""
     try:
         os.kill(pid, SIGNAL)
     except OSError:
@@ -349,7 +349,7 @@ def _frames_of_other_thread(pid: int, file: int, deadline_s: float) -> tuple[Fra
 
 
 def _answer(file: int, deadline_s: float) -> tuple[Frame, ...]:
-    """Returns the frames once the stack is complete, or those written by the deadline."""
+    """Returns the frames once the stack is complete, or the frames written by the deadline."""
     while True:
         text = os.pread(file, 1 << 20, 0).decode(errors="replace")
         if is_whole(text) or time.monotonic() >= deadline_s:

@@ -1,7 +1,7 @@
 """Implementation of `paceline run`, `paceline join` and `python -m paceline.launch`, from parsed options to exit code.
 
-`cli/main.py` and `paceline/launch.py` parse the command lines. Most imports are inside functions, to print help texts
-and usage errors quickly.
+`cli/main.py` and `paceline/launch.py` parse the command lines. Most imports are inside functions, so that help texts
+and usage errors are printed quickly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the job described by the flags, or prints it with --dry-run. Reports an error in one line.
 
     Returns the exit code: 2 for invalid flags, 1 for other errors, and 130 if Ctrl-C raised KeyboardInterrupt before
-    the launcher handled signals.
+    the launcher installed its signal handlers.
     """
     return run_command(options, _join if getattr(options, "token", None) else _run)
 

@@ -120,7 +120,7 @@ class DashboardLink:
             self._feed = RemoteDashboardFeed(self.local, self._workers, self._offset_s, self._connection.client.send)
 
     def record_exits(self) -> None:
-        """Records the exits of workers. Must be called before the launcher reports them and closes the recordings.
+        """Records the exits of workers. Must be called before the launcher reports the exits and closes the recordings.
 
         `workers` must still return these workers.
         """
@@ -130,7 +130,7 @@ class DashboardLink:
             self._feed.send_sample()
 
     def worker_ended(self, number: int, pid: int, how: str) -> None:
-        """Records the exit of a worker that `workers` no longer returns. Must precede the launcher's report.
+        """Records the exit of a worker that `workers` no longer returns, before the launcher reports the exit.
 
         Args:
             number: The worker's number in the job.
@@ -201,7 +201,7 @@ class LocalActivity:
         self._known = running
 
     def worker_ended(self, number: int, pid: int, how: str) -> None:
-        """Records a worker's exit; `how` describes the failure, or is "" without one."""
+        """Records a worker's exit. `how` describes the failure, and is "" if the worker did not fail."""
         self._known.pop(number, None)
         self.notes.leave(WorkerGone(number, pid, how))
 

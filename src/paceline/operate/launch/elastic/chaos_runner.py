@@ -60,7 +60,7 @@ class _Loss:
 
 @dataclass
 class ChaosStats:
-    """Counts of the actions so far, and recovery times after each loss of a worker."""
+    """Counts of the actions so far, and the recovery time after each loss of a worker."""
 
     began_s: float
     actions: Counter[str] = field(default_factory=Counter)
@@ -121,7 +121,7 @@ class ChaosRunner:
     Args:
         chaos: The kinds of actions and their frequencies.
         machine: The number of this machine, which determines the random times.
-        spared: The number of participating workers to spare; the training state is lost if none remains.
+        spared: The number of participating workers to spare, because the training state is lost if none remains.
         say: A function that prints a line for the user.
     """
 

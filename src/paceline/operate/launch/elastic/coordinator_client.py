@@ -1,4 +1,4 @@
-"""`CoordinatorClient`: a launcher's connection to an elastic job's coordinator, including the search for a new one.
+"""`CoordinatorClient`: a launcher's connection to an elastic job's coordinator, and its search for a new coordinator.
 
 `join_elastic` connects a launcher to a job on several machines, any of which can host the rendezvous later.
 `RunningJobAnnouncer` announces the running job to a launcher that has been restarted at the rendezvous address.
@@ -76,7 +76,7 @@ _WORDS = {
 
 
 class LauncherUnreachableError(Exception):
-    """Raised if another launcher is unreachable; `answer` states what this implies about that launcher."""
+    """Raised if another launcher is unreachable. `answer` is the resulting conclusion about that launcher."""
 
     def __init__(self, why: str, answer: ContactResult) -> None:
         super().__init__(why)
@@ -122,7 +122,7 @@ _LOSSES = {
 
 
 class CoordinatorClient:
-    """A client for the rendezvous that survives the loss of its server and records data for the next coordinator.
+    """A rendezvous client that survives the loss of its server and records data for the next coordinator.
 
     Args:
         connection: The connection to the launcher that currently hosts the rendezvous.
@@ -269,7 +269,7 @@ class CoordinatorClient:
     def _turn_over(self, wire: ServerConnection, order: FollowLauncher) -> None:
         """Follows the successor of a coordinator that is shutting down.
 
-        The successor itself first becomes a candidate.
+        If this launcher is the successor, it becomes a candidate first.
         """
         if self._state.number == order.number:
             self._standby.stand(order.number, _TAKES_OVER_S)
@@ -401,7 +401,7 @@ class RunningJobAnnouncer:
     addresses of the other launchers, but they have its address. Announcements are sent from a separate thread.
 
     Args:
-        address: The rendezvous address. Its host name is resolved anew for each announcement.
+        address: The rendezvous address. Its host name is resolved again for each announcement.
         secret: The job's secret.
         running: A function that returns the notice to send, or None while this launcher must not send a notice.
         is_here: A function that returns whether this launcher coordinates the job and a given machine is connected.
@@ -441,7 +441,7 @@ class RunningJobAnnouncer:
                 listens_there = -1
 
     def _call(self, running: JobRunning) -> int:
-        """Returns the number of the job's machine that is listening on the address, or -1 if there is none."""
+        """Returns the number of the machine in this job that listens on the address, or -1 if there is none."""
         with contextlib.closing(connect(self._address, self._secret, _DIAL_S)) as connection:
             connection.sendall(encode(running))
             return _answer(connection, time.monotonic() + _ANSWER_S)
@@ -473,10 +473,10 @@ def join_elastic(
     policy: MembershipPolicy,
     controller: JobController | None,
 ) -> NodeConnection:
-    """Connects this machine to the rendezvous at `address`, or hosts the rendezvous on `listener` if that is given.
+    """Connects this machine to the rendezvous at `address`, or hosts the rendezvous on `listener` if it is not None.
 
     If the job is already running, this machine connects to its coordinator and redirects other launchers that connect
-    to `address`. All other machines listen on the same port, or on any free port if that port is taken, because each
+    to `address`. Every other machine listens on the same port, or on any free port if that port is taken, because it
     may become the coordinator later.
     """
     rendezvous = job.rendezvous

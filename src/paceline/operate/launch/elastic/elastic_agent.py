@@ -281,7 +281,7 @@ class ElasticAgent(Launcher):
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
 
     def _tell_of_frozen(self, now_s: float) -> None:
-        """Reports workers that were stopped or resumed; the coordinator decides which workers are needed."""
+        """Reports workers that were stopped or resumed to the coordinator, which decides which workers are needed."""
         assert self._members is not None
         frozen = self._members.frozen(now_s)
         for member in list(self._members.members.values()):
@@ -296,7 +296,7 @@ class ElasticAgent(Launcher):
                 self._connection.client.send(WorkerStarted(member.uid))
 
     def _fence(self, uid: str) -> None:
-        """Kills a stopped worker. If resumed, it would interfere with the workers that continued without it."""
+        """Kills a stopped worker, because a resumed worker would interfere with the workers that continued."""
         member = self._members.by_uid(uid) if self._members is not None else None
         if member is not None and member.life.is_stalled:
             member.life.is_fenced = True
@@ -480,7 +480,7 @@ class WorkerExits:
         self._memory.close()
 
     def _verdict(self, member: PoolWorker, code: int, fate: ExitCause, failure: WorkerFailure | None) -> str:
-        """Returns a sentence about a worker's exit. For a failure, this is the diagnosis that other jobs use."""
+        """Returns a sentence about a worker's exit. A failure is diagnosed in the same way as in other jobs."""
         if fate is ExitCause.RELEASED:
             return f"{member} has ended, because the others continued without it"
         if failure is None or member.life.is_fenced or fate not in (ExitCause.FAILED, ExitCause.KILLED):

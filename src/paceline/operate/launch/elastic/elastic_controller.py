@@ -1,8 +1,8 @@
 """`ElasticController`: adapts the coordinator of an elastic job to the controller protocol of the rendezvous.
 
-The coordinator identifies machines by number, and the rendezvous identifies nodes. The controller translates between
-the two, and `MachineRegistry` assigns slots and stores. `ShutdownPlan` determines the final reports and the exit code
-of a launcher that was asked to exit.
+The coordinator identifies a machine by its number, and the rendezvous identifies it by its node. The controller
+translates between the two, and `MachineRegistry` assigns slots and stores. `ShutdownPlan` determines the final reports
+and the exit code of a launcher that was asked to exit.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class ElasticController:
         policy: The settings of the rendezvous.
         options: The options of the elastic job.
         started_s: The time at which the job began.
-        successor: The number of the next coordinator's machine and its launcher's address, or None.
+        successor: The machine number and the launcher's address of the next coordinator, or None.
         identity: The identity of the job.
     """
 
@@ -253,7 +253,7 @@ class ElasticController:
 
     @property
     def nodes(self) -> list[str]:
-        """The nodes that are connected."""
+        """The connected nodes."""
         return list(self._machines.here)
 
     @property

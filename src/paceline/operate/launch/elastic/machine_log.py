@@ -1,4 +1,4 @@
-"""Log of one machine: the data that its launcher reports again when it starts to follow another coordinator."""
+"""Log of one machine: the data that its launcher reports again to each new coordinator that it follows."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class MachineState:
         )
 
     def machine_ended(self, number: int) -> None:
-        """Records that a machine's launcher has exited and all of its messages have been read."""
+        """Records that a machine's launcher has exited and that all of its messages have been read."""
         ended = {*self.knowledge.ended, number}
         self.knowledge = msgspec.structs.replace(self.knowledge, ended=tuple(sorted(ended)))
 

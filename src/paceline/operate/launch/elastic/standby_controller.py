@@ -1,4 +1,4 @@
-"""`StandbyController`: responds to other launchers in an elastic job that search for the coordinator."""
+"""`StandbyController`: responds to launchers that search for the coordinator of an elastic job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESIGN_S = 2.0  # a coordinator without a quorum for this long resigns and searc
 
 
 class StandbyController:
-    """The controller of this launcher's server: coordinates, stands as a candidate, or redirects other launchers.
+    """The controller of this launcher's server: coordinates the job, is a candidate, or redirects other launchers.
 
     Methods are called by the serving thread and by the thread that searches for a coordinator.
 
@@ -68,7 +68,7 @@ class StandbyController:
             self._job, self._number = job, number
 
     def follows(self, number: int, address: str) -> None:
-        """Sets the machine that this launcher follows, or -1, and that machine's address."""
+        """Sets the number (-1 for none) and the address of the machine that this launcher follows."""
         with self._changing:
             self._leader = (number, address)
 
@@ -182,7 +182,7 @@ class StandbyController:
         return [(node, NodeDropped()) for node in nodes]
 
     def _take_office(self, candidacy: Candidacy, now_s: float) -> Orders:
-        """Takes over the job based on the followers' reports, then handles the messages that followed them."""
+        """Takes over the job based on the followers' reports, then handles the messages received after the reports."""
         said, nodes = self._said, self._nodes
         self._candidacy, self._said, self._nodes = None, [], {}
         joins = {nodes[node]: (node, report) for node, report in said if isinstance(report, JoinJob) and node in nodes}

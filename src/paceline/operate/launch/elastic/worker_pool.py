@@ -46,7 +46,7 @@ from paceline.train.elastic.protocol import LARGEST_DATAGRAM, FromWorker
 class WorkerChannel:
     """The launcher's end of a socket pair to one worker. Each datagram contains one message.
 
-    A worker that stops reading does not block the launcher: datagrams are queued until the worker reads them.
+    A worker that stops reading does not block the launcher, because datagrams are queued until the worker reads them.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class WorkerResources:
             self._store = StoreServer.on_unix_path(str(path), self.secret)
             served = f"unix:{path}"
         environment["PACELINE_STORE"] = served
-        # Lets torch request huge pages, with which the forks for state transfers are five times as fast.
+        # Lets torch request huge pages, which make the forks for state transfers five times as fast.
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         if self.secret is not None:
             self._file = SecretFile.create(self.secret)
@@ -218,7 +218,7 @@ class WorkerResources:
         return Start(1, 0, most, begin.run_id, begin.machine, begin.machine + 1, first, slots, first, slots, host, port)
 
     def forker(self, context: WorkerContext, selector: selectors.BaseSelector, say: Callable[[str], None]) -> Forker:
-        """Returns the forker. It forks workers unless the user or the kind of program requires new interpreters."""
+        """Returns the forker. It forks workers unless the user's options or the program require new interpreters."""
         descriptors = allow_descriptors(self._job.workers)
         modules = modules_to_fork(self._job)
         preload = self._job.elastic.preload if self._job.elastic is not None else ()
@@ -280,7 +280,8 @@ class WorkerPool:
         context: The context shared by all workers.
         forker: The forker that starts worker processes.
         selector: The launcher's event loop.
-        marks: A function that returns, for a worker's name, the environment variables that mark all of its processes.
+        marks: A function that takes a worker's name and returns the environment variables that mark all processes of
+            the worker.
         on_start: A function called with each worker whose process has started.
         on_message: A function called with each message from a worker, or with None for an invalid datagram.
         on_end: A function called with each worker that has exited, after all of its messages and output were handled.

@@ -38,7 +38,7 @@ class ExitCause(Enum):
 
 @dataclass
 class WorkerHistory:
-    """The events in a worker's life that determine how its exit is handled.
+    """The events that determine how a worker's exit is handled.
 
     Attributes:
         took_part_s: The time at which the worker first entered a view, or None.
@@ -107,7 +107,7 @@ class CloseSlot:
 class SlotHistory:
     """The failure history of one slot.
 
-    An external kill after a worker has entered a view does not indicate a defect of the script, so the worker is always
+    An external kill after a worker has entered a view does not indicate a defect in the script, so the worker is always
     replaced immediately. Workers that fail on their own, or are killed before they enter a view, are replaced after
     increasing pauses and only a limited number of times.
     """
