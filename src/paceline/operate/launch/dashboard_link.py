@@ -271,7 +271,7 @@ class _DashboardSink:
         self._lines = lines
 
     def feed(self, data: bytes) -> None:
-        """Accepts output, which may be split anywhere."""
+        """Accepts output, which may be split at any byte."""
         self._notes.feed_lines(self._lines, data)
 
     def prompt(self) -> None:

@@ -1,7 +1,8 @@
 """Command-line flags: the table of flags for `paceline run`, the command-line parser, and Tab completion.
 
-The table contains torchrun's flags in both spellings, with their PET_* variables, and Paceline's own flags. For a
-mistake, the parser prints a line or two with the most similar flag instead of listing all flags.
+The table contains torchrun's flags in both spellings, with their PET_* variables, and Paceline's own flags. If the
+command line is invalid, the parser prints one or two lines that suggest the most similar flag, instead of listing all
+flags.
 """
 
 from __future__ import annotations
@@ -83,11 +84,11 @@ class MissingShtabError(ImportError):
 
 
 def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """Returns the script with which a shell completes the commands, flags, choices and file names of a parser.
+    """Returns a shell script that completes a parser's commands, flags, choices and file names.
 
     Args:
         shell: one of `SHELLS`.
-        parser: the parser of the whole command line, which cannot be used to parse arguments afterwards.
+        parser: the parser of the whole command line. It cannot be used to parse arguments afterwards.
 
     Raises:
         MissingShtabError: shtab is not installed.
@@ -98,7 +99,7 @@ def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
         raise MissingShtabError("shtab, which generates the script, is not installed: pip install shtab") from error
     for command in [parser, *_subparsers(parser)]:
         for action in command._actions:
-            # Omits torchrun's spellings with underscores: they are accepted, but need not be offered.
+            # Omits torchrun's spellings with underscores, which are accepted but need not be suggested.
             action.option_strings = [flag for flag in action.option_strings if "_" not in flag]
             if action.nargs != 0 and action.choices is None and (kind := _kind_of(action)) is not None:
                 vars(action)["complete"] = getattr(shtab, kind)  # shtab reads this attribute
@@ -106,7 +107,7 @@ def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _kind_of(action: argparse.Action) -> str | None:
-    """Returns the name of shtab's completion for an argument, or None if it is not completed."""
+    """Returns the name of shtab's completion for an argument, or None if the argument is not completed."""
     name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
     return "FILE" if name in _FILES else "DIRECTORY" if name in _DIRECTORIES else None
 
@@ -278,7 +279,7 @@ FLAGS = (
 
 
 def is_flag(word: str) -> bool:
-    """Returns True if a word is a flag or an abbreviation of one, with or without a value."""
+    """Returns True if a word is a flag or an abbreviation of a flag, with or without a value."""
     name = word.split("=")[0]
     return any(flag.startswith(name) if name.startswith("--") else flag == name[:2] for flag in _spellings())
 

@@ -259,7 +259,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
 
 
 def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[tuple[str, int], bool | None]:
-    """Returns the address of the rendezvous, and whether this machine hosts it (None if not known yet)."""
+    """Returns the address of the rendezvous, and whether this machine hosts the rendezvous (None if unknown)."""
     otherwise = options.port or _TORCHRUNS_PORT
     if options.rdzv_endpoint:
         return endpoint_of(options.rdzv_endpoint, otherwise), None
@@ -276,7 +276,7 @@ def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[
 
 
 def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
-    """Parses `host:port`, `[v6]:port` or `host`; `otherwise` is the port if `text` does not contain one.
+    """Parses `host:port`, `[v6]:port` or `host`; `otherwise` is the default port.
 
     Raises:
         OptionError: the text is malformed.

@@ -213,7 +213,7 @@ class RemoteDashboardFeed:
 
 
 def encode_update(sample: JobSample, offset_s: float) -> str:
-    """Encodes a sample as JSON, with times on the dashboard's clock. Takes about 2 KB per rank and second.
+    """Encodes a sample as JSON, with times on the dashboard's clock. The size is about 2 KB per rank and second.
 
     Phases and buckets are only included for each rank's last step, because the dashboard shows them for one step. If
     there is too much output, only the latest lines are sent.

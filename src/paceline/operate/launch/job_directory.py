@@ -1,7 +1,8 @@
 """Job directory on this machine: the job's description, its events and its workers' recordings.
 
 Events are JSON lines, which `--event-log-handler console` also writes to stderr. The launcher owns the memory that
-workers record into. Recordings therefore outlive the workers, and the launcher writes them to the directory afterwards.
+workers record into. Recordings therefore outlive the workers, and the launcher writes them to the directory after the
+workers have exited.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ _MOST_OF_A_NAME = 40
 class JobDirectory:
     """The directory of a job, created on construction, with the description of the job.
 
-    The path is LOG_DIR/RUN_ID with --log-dir, otherwise a new directory among those listed by `paceline runs`, the
-    oldest of which are removed. If the directory cannot be created, `path` is None and the job runs without a
-    directory. If another user's directory is the cause, `remark` contains a message for the user.
+    The path is LOG_DIR/RUN_ID with --log-dir. Otherwise, a new directory is added to those listed by `paceline runs`,
+    and the oldest of these directories are removed. If the directory cannot be created, `path` is None and the job runs
+    without a directory. If another user's directory is the cause, `remark` contains a message for the user.
 
     Raises:
         SharedFileError: LOG_DIR/RUN_ID is a symbolic link or belongs to another user.
@@ -99,7 +100,7 @@ class JobDirectory:
         self._write()
 
     def conclude(self, code: int, was_stopped: bool, offset: Offset | None) -> None:
-        """Records that the job has ended on this machine, and the clock offset to the rendezvous machine."""
+        """Records the end of the job on this machine, and the clock offset to the rendezvous machine."""
         if offset is not None:
             self.note(clock=asdict(offset))
         state = RunStatus.STOPPED if was_stopped else RunStatus.FAILED if code else RunStatus.FINISHED
@@ -115,7 +116,7 @@ class JobDirectory:
 
 
 def without_secrets(argv: tuple[str, ...]) -> list[str]:
-    """Returns a command's words; replaces the values of options whose names suggest secrets with `***`."""
+    """Returns a command's words, with `***` in place of the values of options whose names suggest secrets."""
     shown: list[str] = []
     is_secret = False
     for word in argv:

@@ -160,7 +160,7 @@ spec:
 
 
 def ray(request: LaunchScriptOptions) -> str:
-    """Returns a driver for a Ray cluster that starts one launcher on each machine."""
+    """Returns a driver for a Ray cluster. The driver starts one launcher on each machine."""
     bundle = {"CPU": request.cpus, **({"GPU": request.gpus} if request.gpus else {})}
     return f'''"""ray job submit --working-dir . -- python {request.name}_ray.py"""
 

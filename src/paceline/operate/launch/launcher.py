@@ -267,7 +267,7 @@ class Launcher(ABC):
         self._cleanup.reap(workers.pids() if workers is not None else [])
 
     def _on_interrupt(self, worker: WorkerProcess) -> None:
-        """Records that Ctrl-C is only forwarded to this worker, because it is waiting for typed input."""
+        """Records that Ctrl-C is only forwarded to this worker, because the worker is waiting for typed input."""
 
     def _conclude(self, end: JobEnded) -> int:
         if self._stopped_by is not None:
@@ -284,7 +284,7 @@ class Launcher(ABC):
 
 
 def pause(workers: Workers | None, keyboard: Keyboard, signals: Signals) -> None:
-    """Suspends the workers, each in its own session, and this process; returns once the shell has resumed the process.
+    """Suspends the workers (each in its own session) and this process; returns once the shell has resumed this process.
 
     While a worker is waiting for typed input, the job only resumes in the foreground, like any program that reads from
     the terminal.

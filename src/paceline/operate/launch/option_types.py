@@ -131,7 +131,7 @@ def parse_rank_or_none(text: str) -> int | None:
 
 
 def parse_streams(text: str) -> StreamsOfRanks:
-    """Parses streams such as `3`, or by local rank such as `0:1,1:2`."""
+    """Parses the streams of all ranks, such as `3`, or the streams of each local rank, such as `0:1,1:2`."""
     try:
         if ":" not in text:
             return {None: Streams(int(text))} if 0 <= int(text) <= 3 else _not_streams(text)

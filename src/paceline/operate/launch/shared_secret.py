@@ -5,10 +5,10 @@ A join token encodes the rendezvous address and the secret as one word, and must
     pl1-<base32 of: length of the address, address, port, secret, CRC-32 of the preceding fields>
 
 Slurm does not provide a common secret for the tasks of a step, but the tasks share the user's files: the directory from
-which the job was submitted, and the home directory. Launcher 0 creates the secret and writes it to both, because either
-may be local to its machine. Only the user can read the file (mode 0600), and readers reject a file with a different
-owner. The file's name contains all variables with which Slurm distinguishes steps, including those of requeued jobs and
-reused job numbers.
+which the job was submitted, and the home directory. Launcher 0 creates the secret and writes it to both directories,
+because either directory may be local to its machine. Only the user can read the file (mode 0600), and readers reject a
+file with a different owner. The file's name contains all variables by which Slurm distinguishes steps, including the
+steps of requeued jobs and of jobs with reused numbers.
 """
 
 from __future__ import annotations

@@ -60,11 +60,11 @@ def spawn(
         args: Additional arguments for the function.
         nprocs: The number of processes.
         join: Whether to wait for the processes. If False, returns a `ProcessContext`, whose method `join` waits.
-        daemon: Whether the processes are terminated when this process exits normally. (They always are when this
-            process is killed.)
-        start_method: "spawn", "forkserver" or "fork". Forks use a single thread each for computations.
+        daemon: Whether the processes are terminated when this process exits normally. (If this process is killed, the
+            processes are always terminated.)
+        start_method: "spawn", "forkserver" or "fork". Each fork computes with a single thread.
         stall_after: The duration in seconds after which a call counts as stalled. If a call stalls while the caller is
-            waiting, one sentence on stderr reports the missing rank and the reason. 0 disables this.
+            waiting, one sentence on stderr reports the missing rank and the reason. 0 disables these reports.
 
     Raises:
         TypeError: `args` is not a tuple.
@@ -135,7 +135,7 @@ def notebook_launch(
         nprocs: The number of processes.
         args: Additional arguments for the function.
         start_method: "fork", "spawn" or "forkserver". Default: "fork" for a function defined in the notebook, else
-            "spawn". Forks use a single thread each for computations.
+            "spawn". Each fork computes with a single thread.
 
     Raises:
         RuntimeError: the start method is "fork", but this process has already used CUDA, which forks cannot share.
@@ -316,7 +316,7 @@ class SpawnWatchdog:
         ]
 
     def _find_recordings(self) -> None:
-        """Opens new recordings. A process creates its file with its first group."""
+        """Opens new recordings. A process creates its recording together with its first group."""
         missing = {process.pid: rank for rank, process in enumerate(self._processes) if rank not in self._recordings}
         if not missing:
             return
@@ -429,7 +429,7 @@ def _work(
     parent: int,
     start_method: str,
 ) -> None:
-    # a forkserver's children are children of the server, which exits with this process
+    # the parent of these processes is the forkserver, which exits with this process
     if start_method != "forkserver":
         die_with_parent(parent)
     os.environ.update(environment)

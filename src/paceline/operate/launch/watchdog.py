@@ -43,8 +43,8 @@ class Watchdog:
         stall_after_s: The duration in seconds after which a call counts as stalled; 0 turns the watchdog off.
         workers: A function that returns the running workers.
         report: A function called with each snapshot as JSON and a flag that is True if a failure was the reason. When
-            workers resume after a reported stall, it is called with "". `tick` and `collect` call it on the launcher's
-            thread.
+            workers resume after a reported stall, the function is called with "". `tick` and `collect` call the
+            function on the launcher's thread.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Watchdog:
         self._next_look_s = 0.0
         self._pause_s = 0.0
         self._has_reported = False
-        # snapshots in progress; the key True is for a snapshot of a failure
+        # snapshots in progress; the key is True for a snapshot of a failure
         self._threads: dict[bool, threading.Thread] = {}
         self._preparing: threading.Thread | None = None
         self._is_paused = False
@@ -78,7 +78,7 @@ class Watchdog:
         return self._next_s if self._is_on else None
 
     def tick(self, now_s: float) -> None:
-        """Checks the workers' recordings for progress, and starts a snapshot if there has been none for too long."""
+        """Checks the workers' recordings for progress, and starts a snapshot after too long a time without progress."""
         if not self._is_on or now_s < self._next_s:
             return
         self._next_s = now_s + (self._every_s if self._preparing is not None else min(_BEFORE_S, self._every_s))
@@ -179,7 +179,7 @@ class Watchdog:
             self._report(encode(snapshot), is_failure)
 
     def pause(self) -> None:
-        """Stops taking snapshots of stalls and drops any in progress, because the workers are being stopped."""
+        """Stops taking snapshots of stalls and discards those in progress, because the workers are being stopped."""
         self._is_paused, self._has_reported = True, False
 
     def resume(self) -> None:
@@ -196,8 +196,8 @@ class Watchdog:
         """Waits for a snapshot in progress; idempotent.
 
         Args:
-            lives_on: Whether this process may fork later. If so, a thread that imports modules is joined first: a fork
-                would inherit the locks of modules being imported and never release them.
+            lives_on: Whether this process may fork later. If so, a thread that imports modules is joined first, because
+                a fork would inherit the locks of modules being imported and never release them.
         """
         if lives_on and self._preparing is not None:
             self._preparing.join()
@@ -218,7 +218,7 @@ def _with_own_descriptor(worker: WatchedWorker) -> WatchedWorker:
 
 
 def latest_tick(recording: int) -> int:
-    """Returns the tick of the latest record in a recording, or 0 if it is empty. This check is cheap."""
+    """Returns the tick of the latest record in a recording, or 0 if the recording is empty. This check is cheap."""
     with contextlib.suppress(OSError):
         data = os.pread(recording, layout.PROGRESS.size, layout.PROGRESS_AT)
         if len(data) == layout.PROGRESS.size:

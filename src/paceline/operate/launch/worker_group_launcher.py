@@ -67,15 +67,16 @@ def run(job: Job, listener: ListeningEndpoint | None = None, secret: bytes | Non
         job: the job to run.
         listener: an open listener for the rendezvous, or None.
         secret: the job's secret. By default, a single machine creates a secret; several machines use the secret in the
-            environment or, under Slurm, the one created by launcher 0.
+            environment or, under Slurm, the secret created by launcher 0.
 
     Raises:
         PacelineError, ValueError: the rendezvous of machines failed.
     """
     cleanup = Cleanup()
     try:
-        # A secret under Slurm is in files, which must be removed even if Ctrl-C interrupts the rendezvous. Otherwise,
-        # Ctrl-C kills this process until `Launcher` handles it, and the guards clean up.
+        # Under Slurm, the secret is stored in files. Ctrl-C raises an exception, so that the files are removed even if
+        # Ctrl-C interrupts the rendezvous. In other jobs, Ctrl-C kills this process until `Launcher` installs its
+        # signal handlers, and the guards clean up.
         is_in_files = secret is None and job.scheduler is not None and job.scheduler.is_slurm
         with open_multiplexer(job), interrupts_raised() if is_in_files else nullcontext():
             return _run(job, listener, secret, cleanup)
@@ -272,8 +273,8 @@ class WorkerGroupLauncher(Launcher):
     def _on_exception(self, failure: WorkerFailure) -> None:
         """Diagnoses an exception in a worker that is still running.
 
-        Mismatched calls are only diagnosed once all workers have raised exceptions, because the line of each call is
-        known then.
+        Mismatched calls are only diagnosed once all workers have raised exceptions, because only then is the line of
+        each call known.
         """
         generation = self._generation
         assert generation is not None
@@ -281,7 +282,7 @@ class WorkerGroupLauncher(Launcher):
             self._explain(failure)
 
     def _explain(self, failure: WorkerFailure) -> None:
-        """Takes a snapshot immediately if the cause of a failure may be known, because workers can be slow to exit.
+        """Takes a snapshot immediately if the cause of a failure may be known already, because workers may exit slowly.
 
         A failure caused by another rank is explained if a rank has left early, on this or on another machine.
         """

@@ -148,8 +148,8 @@ class Calibration:
         version: the version of the file format.
         origin: the origin of the measurements.
         times: the median durations of a step's parts.
-        step_s: the duration of each measured step, in seconds. Their spread determines how long ranks wait for each
-            other.
+        step_s: the duration of each measured step, in seconds. The spread of these durations determines how long ranks
+            wait for each other.
         samples: the number of samples that a rank processes per step; None if unknown.
         forwards: the number of forward passes per step; greater than 1 with gradient accumulation.
         gradients: the gradients, in the order in which the module registers parameters.

@@ -14,7 +14,7 @@ _HEADS = (
 
 
 def table_text(predictions: Sequence[JobPrediction]) -> str:
-    """Formats predictions as a table with one row each, followed by an explanation of the columns."""
+    """Formats predictions as a table with one row per prediction, followed by an explanation of the columns."""
     rows = [_HEADS, *(_cells(each) for each in predictions)]
     per = f"{PER_SAMPLES:,} samples" if predictions[0].samples_per_s is not None else "1,000 steps"
     notes = (
@@ -44,7 +44,7 @@ def _unknowns(prediction: JobPrediction) -> str:
 
 
 def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
-    """Formats changes on `nodes` nodes as a table, largest gain first."""
+    """Formats changes to a job on `nodes` nodes as a table, largest gain first."""
     if not advice:
         return f"On {nodes} nodes, none of the changes that were tried gains 1% or saves memory.\n"
     rows = [("change", "rate", "step", "memory per rank", "but")]

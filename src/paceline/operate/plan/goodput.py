@@ -122,7 +122,7 @@ def best_period_s(saving_s: float, between_s: float) -> float:
     Args:
         saving_s: the time by which a checkpoint delays training, in seconds.
         between_s: the mean time between failures after which the newest checkpoint must be loaded, in seconds; 0 if
-            there are none.
+            there are no such failures.
     """
     if not between_s:
         return math.inf

@@ -2,10 +2,10 @@
 
     python -m paceline.operate.plan.measure_worker SETTINGS SCRIPT ARGS...
 
-SETTINGS is a `MeasureSettings` as JSON. The program measures the links between the ranks of one host and between all
-pairs of hosts, and all-reduces on one host. The process exits after the last measured step and skips the script's final
-actions, such as saving a model. Ranks that run at the same time each form a world of size 1, so they synchronize
-through files.
+SETTINGS is a `MeasureSettings` as JSON. The program measures all-reduces on one host, the links between the ranks of
+this host, and the links between all pairs of hosts. The process exits after the last measured step and skips the
+script's final actions, such as saving a model. Ranks that run at the same time each form a world of size 1, so they
+synchronize through files.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ def _losses() -> Mapping[int, float]:
 def measure_link(first: int, second: int, budget_s: float = _BUDGET_S) -> NetworkLink | None:
     """Measures the link between two ranks and returns it on rank `first`; returns None on all other ranks.
 
-    The latency is half the median round-trip time of a one-byte message. The rate is that of long messages, each
-    acknowledged by a byte.
+    The latency is half the median round-trip time of a one-byte message. The rate is measured with long messages, each
+    acknowledged by one byte.
 
     Args:
         first, second: the two ranks.
-        budget_s: the time limit for short messages, and separately for long ones, in seconds. Each measurement is
-            repeated at least three times regardless.
+        budget_s: the time limit in seconds, which applies separately to short and to long messages. Each measurement is
+            repeated at least three times, even if this exceeds the limit.
     """
     rank = paceline.get_rank()
     if rank == first:
@@ -171,7 +171,7 @@ def _answer(peer: int) -> None:
 
 
 def _repeated(measure: Callable[[], float], most: int, deadline: float) -> list[float]:
-    """Returns the results of up to `most` measurements; stops at the deadline, but always takes at least three."""
+    """Returns the results of up to `most` measurements; stops at the deadline, but not before the third one."""
     found: list[float] = []
     while len(found) < most and (len(found) < 3 or time.monotonic() < deadline):
         found.append(measure())
@@ -310,7 +310,8 @@ class _Measurement:
         self._written = False
 
     def after_step(self, watch: StepWatch) -> None:
-        """Writes the calibration after the last measured step; exits if all ranks are done or this one is far ahead."""
+        """Writes the calibration after the last measured step. Exits if all ranks are done or this rank is far
+        ahead."""
         done, needed = len(watch.steps), LEFT_OUT + self._settings.steps
         if done == 1 and not self._barrier.signal_and_wait("begun", _LATEST_S):
             print("paceline plan: not all ranks of this machine train yet; this one continues", file=sys.stderr)

@@ -1,11 +1,11 @@
 """JobPrediction: the predicted step time, rate, bottleneck, memory and cost of a job.
 
-A step takes as long as its slowest rank: each rank's time is drawn from the measured times, and the largest of n draws
-is below their q^(1/n) quantile with probability q. The interval from `low_s` to `high_s` combines this variation with
-two other uncertainties: a later run on the same machine differs from the measured run, and a call differs from its
-simulation. The step is predicted with each input changed alone, and the deviations are added in quadrature (JCGM
-100:2008, 5.1). If their sum exceeds the step, `low_s` is the duration with all inputs changed at once, which is
-positive.
+A step takes as long as its slowest rank. Each rank's time is drawn from the measured times, and the largest of n draws
+is below the q^(1/n) quantile of the measured times with probability q. The interval from `low_s` to `high_s` combines
+this variation with two other uncertainties: a later run on the same machine differs from the measured run, and a call
+differs from its simulation. The step is predicted with each input changed alone, and the deviations are added in
+quadrature (JCGM 100:2008, 5.1). If the combined deviation exceeds the duration of the step, `low_s` is the duration
+with all inputs changed at once, which is positive.
 
 `advise` predicts changes to a job, each separately, and ranks them by their gain.
 """
@@ -191,9 +191,9 @@ def _alone(calibration: Calibration, strategy: Strategy) -> float:
 def machine_noise(step_s: Sequence[float], contention: float = 0.0) -> float:
     """Returns the fraction by which a later run may differ from the measured one.
 
-    The fraction is unknown, because measuring it takes several runs. It is assumed to be as large as the variation
-    between steps or the share of the cores that other processes took from the ranks, but at least `LEAST_NOISE`: in a
-    later run, the other processes may be absent, or there may be twice as many.
+    The fraction is unknown, because measuring it takes several runs. It is assumed to be the variation between steps or
+    the share of the cores that other processes took from the ranks, whichever is larger, but at least `LEAST_NOISE`. In
+    a later run, the other processes may be absent, or there may be twice as many.
 
     Args:
         step_s: the duration of each measured step, in seconds.
@@ -275,7 +275,7 @@ def bottleneck_of(
 
 
 def _without(network: Network) -> dict[str, Network]:
-    """Returns copies of the network in which one property is idealized, keyed by the property's name."""
+    """Returns copies of the network, each with one property idealized, keyed by the name of this property."""
     if len(network.hosts) == 1:
         return {}
 
@@ -359,12 +359,12 @@ def advise(calibration: Calibration, now: JobPrediction, networks: Networks, sim
 
 
 def work_rate(prediction: JobPrediction) -> float:
-    """Returns the number of forward passes per second over all ranks; samples per second are proportional to it."""
+    """Returns the number of forward passes per second over all ranks. The samples per second are proportional to it."""
     return prediction.ranks * prediction.strategy.forwards / prediction.step.seconds
 
 
 def changes(now: JobPrediction, calibration: Calibration) -> Iterator[Change]:
-    """Yields every applicable change to a job; each differs from the job in one setting."""
+    """Yields every applicable change to a job. Each change affects one setting."""
     base, per_node = now.strategy, now.per_node
     if now.ranks == 1:
         return

@@ -1,7 +1,7 @@
 """SimulatedJob: an elastic job with failures, simulated in virtual time with the launcher's real coordinator.
 
 `SimulatedWorker` models a worker's messages and the views that it enters. `SimulatedView` models the connections
-between the members of a view; it breaks when one of them dies.
+between the members of a view, and breaks when a member dies.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class EventTimes:
         noticing_s: the time from a process's death until the other workers are notified.
         silence_s: the time until a machine that failed without closing its connections is declared lost.
         message_s: the latency of a message between a worker and the coordinator.
-        forming_s: the time that a member takes to leave its old group and prepare that of a new view.
+        forming_s: the time that a member takes to leave its old group and to prepare the group of a new view.
         rendezvous_s: the time from the preparation of a new view's group until its members are connected; 0 for one
             member.
         starting_s: the time until a worker's replacement on the same machine is ready, if it uses a spare interpreter.
-        repair_s: the time until another machine replaces a lost one.
+        repair_s: the time until another machine replaces a lost machine.
         copying_s: the time until a new worker has the state.
         slowness: the factor by which steps slow down while a new worker copies the state; at least 1.
         replaying: the time that a new worker takes to replay one step made during the copy, as a fraction of a step.
@@ -96,10 +96,10 @@ class MeanTimesBetweenFailures:
     """Mean times between failures, in seconds; 0 for never. Failures are independent Poisson processes.
 
     Attributes:
-        worker_s: the mean time between failures of a worker process, which its machine replaces.
+        worker_s: the mean time between failures of a worker process. The machine then replaces the process.
         machine_s: the mean time between failures of a machine, with all its workers.
         job_s: the mean time between failures of the whole job, such as a power outage or the end of a reservation. Only
-            checkpoints survive them.
+            checkpoints survive such a failure.
     """
 
     worker_s: float = 0.0
@@ -113,7 +113,7 @@ class MeanTimesBetweenFailures:
 
 
 class SimulatedWorker:
-    """A process of the job, whose state is starting, ready, learning, caught up, forming, working, broken or gone.
+    """A process of the job. Its state is starting, ready, learning, caught up, forming, working, broken or gone.
 
     `trains` is set once the process has been in a view that all members entered. The process takes a snapshot for each
     entry of `transfers` at the end of the step.
@@ -178,7 +178,8 @@ class SimulatedWorker:
         if self.state == "ready" and offer.transfer > self.transfer:
             self.state, self.transfer = "learning", offer.transfer
             times = self.job.times
-            # The other workers make steps while this worker copies the state, and more steps while it replays those.
+            # The other workers complete steps while this worker copies the state, and more steps while this worker
+            # replays the first ones.
             takes_s = times.copying_s / (1 - times.replaying)
             self.job.receivers += 1
             self.job.after(times.copying_s, self._copied)

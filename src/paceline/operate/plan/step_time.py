@@ -1,9 +1,10 @@
 """StepTime: the duration of one step of data-parallel training, with its exposed communication time.
 
 A step on a rank is data loading, forward and backward passes, the optimizer's step and other work, in sequence. Buckets
-are averaged one at a time and strictly in order, as in `train/ddp/reducer.py`. Each bucket except the last is averaged
-during the backward pass as soon as it is full, and the remaining ones after it. `CallTimes` computes the durations of
-collectives by simulating a network or by interpolating between measurements on one host.
+are averaged one at a time and strictly in order, as in `train/ddp/reducer.py`. Each bucket except the last can be
+averaged during the backward pass, as soon as it is full. The last bucket is averaged after the backward pass.
+`CallTimes` computes the durations of collectives by simulating a network or by interpolating between measurements on
+one host.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class CallTimes:
         self._factor = 1.0
 
     def scaled(self, factor: float) -> CallTimes:
-        """Returns these durations multiplied by a factor. The simulated calls are shared."""
+        """Returns these durations multiplied by a factor. The cache of simulated calls is shared."""
         changed = copy.copy(self)
         changed._factor = self._factor * factor
         return changed
@@ -190,8 +191,8 @@ def interpolated(calls: Sequence[HostCall], ranks: int, nbytes: int) -> float:
     """Returns the duration of an all-reduce on one host in seconds, interpolated between the measured sizes.
 
     Below the smallest measured size the duration is constant, and above the largest it is proportional to the size. If
-    `ranks` was not measured, the duration for the nearest number of ranks is scaled by the ratio, because ranks share
-    the memory bandwidth.
+    `ranks` was not measured, the duration for the nearest number of ranks is scaled by the ratio of the two numbers,
+    because ranks share the memory bandwidth.
     """
     nearest = min({call.ranks for call in calls}, key=lambda measured: (abs(measured - ranks), measured))
     points = sorted((call.nbytes, call.seconds) for call in calls if call.ranks == nearest)
@@ -323,7 +324,7 @@ def _averaging(
 
 
 def _zero(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float) -> tuple[float, float, str]:
-    """Returns the values of `_averaging` for ZeRO, including gathers: after a step, or in stage 3 before each use."""
+    """Returns the values of `_averaging` for ZeRO, including gathers after a step or, in stage 3, before each use."""
     operation = Operation.ALL_REDUCE if strategy.zero == 1 else Operation.REDUCE_SCATTER
     used_s, exposed_s, algorithm = _averaging(calibration, strategy, times, factor, operation)
     gather = times.call(Operation.ALL_GATHER, calibration.memory.parameter_nbytes, algorithm=strategy.algorithm).seconds

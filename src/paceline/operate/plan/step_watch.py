@@ -1,8 +1,8 @@
 """StepWatch: records a script's steps with hooks on its modules, parameters, optimizers and loaders.
 
 During the first steps the forward pass of every module is watched, to find the outermost modules with parameters: a
-`DistributedDataParallel`, or the model itself. After that only these are watched, and the hooks take a few microseconds
-per step plus one microsecond per parameter. `calibration_of` computes the calibration from the records.
+`DistributedDataParallel`, or the model itself. Afterwards, only these modules are watched, and the hooks take a few
+microseconds per step plus one microsecond per parameter. `calibration_of` computes the calibration from the records.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def forwards_of(steps: Sequence[StepNotes]) -> int:
 
 
 def ready_of(steps: Sequence[StepNotes]) -> Mapping[str, float]:
-    """Returns, for each gradient, the median time at which it was ready, over the steps that computed it."""
+    """Returns the median time at which each gradient was ready, over the steps that computed the gradient."""
     names = dict.fromkeys(name for step in steps for name in step.ready_s)
     return {name: median(step.ready_s[name] for step in steps if name in step.ready_s) for name in names}
 
@@ -152,9 +152,9 @@ class CoreUsage:
         return cls(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own_s)
 
     def contention(self, later: CoreUsage, ranks: int, cores: int) -> float:
-        """Returns the fraction of the cores' time since then that others used in competition with the ranks.
+        """Returns the fraction of the cores' time that other processes took from the ranks until `later`.
 
-        Usage up to the idle time of the cores is not counted: the idle cores could have absorbed it without slowing
+        Usage up to the idle time of the cores is not counted, because idle cores could have handled it without slowing
         down the ranks.
 
         Args:
@@ -385,7 +385,8 @@ def reduction_s_per_byte() -> float:
 def world_of_one(local_ranks: int) -> dict[str, str]:
     """Returns the environment variables with which `init_process_group` creates a world of size 1.
 
-    LOCAL_WORLD_SIZE keeps its value: `DistributedDataParallel` uses it to determine whether the machine has idle cores.
+    LOCAL_WORLD_SIZE keeps its value, because `DistributedDataParallel` uses it to determine whether the machine has
+    idle cores.
     """
     from paceline.operate.launch.workers.environment import free_port
 

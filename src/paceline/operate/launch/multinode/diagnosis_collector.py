@@ -63,7 +63,7 @@ class ControllerMiddleware:
         return self.inner.tick(now_s)
 
     def _serving(self) -> list[str]:
-        """Returns the node that hosts the rendezvous, or an empty list if it is not connected."""
+        """Returns a list with the node that hosts the rendezvous; empty if that node is not connected."""
         return [node for node, serves in self._serves.items() if serves]
 
     def _others(self) -> list[str]:
@@ -94,7 +94,7 @@ class DashboardRelay(ControllerMiddleware):
         return orders
 
 
-# time for the job to end before a failure's diagnosis is printed; if the job ends, the diagnosis is printed last
+# time to wait for the job's end before a failure's diagnosis is printed, because the diagnosis should be printed last
 HOLD_S = 2.0
 PATIENCE_S = 4.0  # time to wait for other nodes' snapshots of a stall
 LAST_PATIENCE_S = 10.0  # time to wait if the cause may be on a missing node that is not lost
@@ -244,7 +244,7 @@ class DiagnosisCollector(ControllerMiddleware):
     def _round(
         self, node: str, order: RequestSnapshot, deadline_s: float, last_s: float
     ) -> tuple[SnapshotCollection, Orders]:
-        """Starts a collection after a node's snapshot; returns it with requests to all other nodes."""
+        """Starts a collection after a node's snapshot; returns the collection, and requests to all other nodes."""
         others = set(self._serves) - {node}
         return SnapshotCollection(others, deadline_s, last_s), [(other, order) for other in sorted(others)]
 
@@ -280,7 +280,7 @@ class DiagnosisCollector(ControllerMiddleware):
         return []
 
     def _tell_verdict(self, verdict: Diagnosis, since_s: float) -> Orders:
-        """Returns the message with a diagnosis, unless it repeats the previous message."""
+        """Returns the message with a diagnosis, or nothing if it would repeat the previous message."""
         text = self._said.tell(verdict, since_s)
         if text is None:
             return []

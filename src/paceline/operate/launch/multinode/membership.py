@@ -9,8 +9,8 @@ nodes.
     PAUSING     a worker failed, and all workers will be restarted after a pause
     OVER        every node has been ordered to exit
 
-If a generation ends because nodes joined or left, the next one does not count as a restart. If a worker failed, the
-next generation counts as a restart, unless a lost node explains the failure.
+If a generation ends because nodes joined or left, the next generation does not count as a restart. If a worker failed,
+the next generation counts as a restart, unless a lost node explains the failure.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ class MembershipPolicy:
         last_call_s: The time to wait for more nodes after each arrival, once `min_nodes` have joined.
         join_timeout_s: The time to wait for `min_nodes` nodes.
         port: The port for torch's store as chosen by the user, or None.
-        return_timeout_s: The time to wait for machines without which an elastic job cannot continue.
+        return_timeout_s: The time to wait for lost machines if an elastic job cannot continue without them.
         rendezvous_host_first: Whether the node that hosts the rendezvous gets the first ranks, because all other nodes
-            can reach it.
+            can reach this node.
     """
 
     run_id: str
@@ -216,7 +216,7 @@ class Membership:
         return [(node, NotifyOrder(f"{len(self.members)} machines are in use; this one waits for a free place"))]
 
     def failed(self, node: str, report: WorkerFailed, now_s: float) -> Orders:
-        """Records the first failure among a node's workers; `stopped` follows."""
+        """Records the first failure among a node's workers; a call of `stopped` follows."""
         if report.generation != self.generation or self.phase not in (
             MembershipPhase.RUNNING,
             MembershipPhase.STOPPING,

@@ -142,9 +142,9 @@ class NodeConnection:
 def host_to_serve_on(name: str, serves: bool) -> str | None:
     """Returns the host to listen on, or None if the name belongs to another machine.
 
-    The host is `name`, or this machine's own address if `name` only resolves to loopback, as many systems configure in
-    /etc/hosts. A name that does not resolve yet, such as a starting pod's, only counts as this machine's if `serves` is
-    true.
+    The host is `name`, or this machine's own address if `name` resolves only to loopback, which many systems configure
+    in /etc/hosts. A name that does not resolve yet, such as the name of a starting pod, is considered this machine's
+    name only if `serves` is true.
     """
     if name == "localhost" or name.replace(".", "").isdecimal() or ":" in name:
         return name

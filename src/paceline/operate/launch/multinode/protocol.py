@@ -50,8 +50,8 @@ class JoinJob(_NodeMessage, frozen=True, tag="Join"):
         is_elastic: Whether the launcher was started with `--elastic`.
         listens: In an elastic job, the address at which other launchers can reach this one if it becomes the
             coordinator.
-        number: The number of the machine if it is already part of the job, in which case the node then sends a
-            `Follow`; otherwise -1.
+        number: The number of the machine if the machine is already part of the job, otherwise -1. A node that is part
+            of the job then sends a `Follow`.
         store_port: The port for Paceline's store if rank 0 runs on this node.
         job: In an elastic job, the identity of the job that the node was ordered to join, or "".
     """
@@ -73,7 +73,7 @@ class JoinJob(_NodeMessage, frozen=True, tag="Join"):
 
 
 class _ForeignJoin(msgspec.Struct, frozen=True):
-    """The fields of a JoinJob from a different version that are needed to refuse it."""
+    """The fields needed to refuse a JoinJob from a different version."""
 
     kind: Literal["Join"]
     host: str = ""
@@ -82,7 +82,7 @@ class _ForeignJoin(msgspec.Struct, frozen=True):
 
 
 class WorkerFailed(_NodeMessage, frozen=True):
-    """Report: a worker on the node has failed, the first in this generation. The node is stopping its other workers."""
+    """Report: the first failure of a worker on the node in this generation. The node is stopping its other workers."""
 
     generation: Int64
     failure: WorkerFailure
@@ -112,7 +112,7 @@ class NodeStopped(_NodeMessage, frozen=True):
 class ExitNotice(_NodeMessage, frozen=True):
     """Elastic report: the node's launcher exits soon.
 
-    Once its workers have exited, it leaves or hands over the coordination.
+    Once the node's workers have exited, the launcher leaves the job or hands over the coordination.
     """
 
 
@@ -123,7 +123,7 @@ class WorkerStarted(_NodeMessage, frozen=True):
 
 
 class WorkerStalled(_NodeMessage, frozen=True):
-    """Elastic report: a worker is stopped. Once it is continued, a WorkerStarted follows."""
+    """Elastic report: a worker is stopped. Once the worker is resumed, a WorkerStarted follows."""
 
     uid: str
     why: str
@@ -156,7 +156,7 @@ class Follow(_NodeMessage, frozen=True):
 
     Attributes:
         report: The state of the machine.
-        failures: The failures that the machine has reported or was ordered to remember.
+        failures: The failures that the machine has reported or was ordered to store.
     """
 
     report: MachineReport
@@ -170,7 +170,7 @@ class JobRunning(_NodeMessage, frozen=True):
 
     Attributes:
         job: The identity of the job.
-        address: The address of the job's coordinator, or "" while its launchers search for a new coordinator.
+        address: The address of the job's coordinator, or "" while the job's launchers search for a new coordinator.
     """
 
     job: str
@@ -187,7 +187,7 @@ class SnapshotReport(_NodeMessage, frozen=True):
     """Report: a snapshot of the node's workers.
 
     The node sends a snapshot if a call takes too long, if a worker fails, on request, and after its workers have
-    exited. It also sends one with an empty `body` when stalled calls resume.
+    exited. The node also sends a report with an empty `body` when stalled calls resume.
 
     Attributes:
         body: The snapshot, encoded by `operate/diagnosis/machine_snapshot.py`.
@@ -201,13 +201,13 @@ class SnapshotReport(_NodeMessage, frozen=True):
 
 
 class DashboardWatched(_NodeMessage, frozen=True):
-    """Report: whether the live page has viewers. Sent by the node that serves it and relayed to the others."""
+    """Report: whether the live page has viewers. Sent by the node that serves the page."""
 
     is_on: bool
 
 
 class AskStacks(_NodeMessage, frozen=True):
-    """Report: requests the workers' stacks in a DashboardUpdate. Sent and relayed like `DashboardWatched`."""
+    """Report: requests the workers' stacks in a DashboardUpdate. Sent like `DashboardWatched`."""
 
 
 class DashboardUpdate(_NodeMessage, frozen=True):
@@ -275,7 +275,7 @@ class Start(_NodeMessage, frozen=True):
 class Stop(_NodeMessage, frozen=True):
     """Order: stop the workers and report `WorkersStopped`.
 
-    After a failure (`is_failure`), the workers get some time to report their resulting errors.
+    After a failure (`is_failure`), the workers are given some time to report the resulting errors.
     """
 
     generation: Int64
@@ -319,11 +319,11 @@ class FollowResponse(_NodeMessage, frozen=True):
 
     Attributes:
         is_welcome: Whether the launcher may follow this one.
-        number: The number of the machine that this launcher follows, or of its own machine; -1 if the launcher follows
+        number: The number of the machine that this launcher follows, which may be its own; -1 if the launcher follows
             none.
         address: The address of the launcher on machine `number`.
-        is_stranger: Whether this launcher is not part of the job, which implies that the previous launcher at this
-            address has exited.
+        is_stranger: Whether this launcher is not part of the job. If so, the previous launcher at this address has
+            exited.
     """
 
     is_welcome: bool
@@ -333,7 +333,7 @@ class FollowResponse(_NodeMessage, frozen=True):
 
 
 class JobMoved(_NodeMessage, frozen=True):
-    """Elastic order: this job is abandoned for one that is already running; join that job at `address`."""
+    """Elastic order: abandon this job, because another job is already running, and join that job at `address`."""
 
     job: str
     address: str
@@ -360,7 +360,8 @@ class UserMessage(_NodeMessage, frozen=True):
         text: A sentence for the user.
         is_last: Whether to print the text after the report of the failures.
         is_stall: Whether the text explains a stall.
-        is_failure: Whether the text explains a failure. If it explains neither, it reports the end of a stall.
+        is_failure: Whether the text explains a failure. A text that explains neither a stall nor a failure reports the
+            end of a stall.
         blamed: The ranks that caused the stall or the failure.
     """
 

@@ -106,7 +106,7 @@ class ServerConnection:
     def close(self, *, lives_on: bool = False) -> None:
         """Disconnects.
 
-        Idempotent. If `lives_on` is true, the server does not conclude that this launcher has exited.
+        Idempotent. If `lives_on` is true, the server does not consider this launcher to have exited.
         """
         if self._closed.is_set():
             return

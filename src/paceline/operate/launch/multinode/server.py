@@ -1,8 +1,8 @@
 """`RendezvousServer`: forwards reports from nodes to the controller and orders back to nodes, and detects lost nodes.
 
 A launcher that is merely starved of processor time is not considered lost (`is_starved`). If all cores are busy, a
-machine may not run its launcher for seconds. Its kernel still acknowledges data, unlike that of a lost or disconnected
-machine.
+machine may not run its launcher for seconds. The machine's kernel still acknowledges data, unlike the kernel of a lost
+or disconnected machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool
     """Returns True if the other launcher may merely be starved of processor time.
 
     Args:
-        connection: The connection to the other launcher. Data must be sent on it several times per `within_s`.
+        connection: The connection to the other launcher, on which data must be sent several times per `within_s`.
         silent_s: The time since the launcher's last message, in seconds.
         within_s: The time within which a reachable machine's kernel acknowledges data, in seconds.
     """
@@ -95,7 +95,7 @@ class _Node:
                     self.fault = str(error)
 
     def part(self) -> None:
-        """Closes the connection such that the node does not conclude that this launcher has exited."""
+        """Closes the connection such that the node does not consider this launcher to have exited."""
         self.send(NodeDropped())
         self.close()
 
@@ -266,7 +266,7 @@ class RendezvousServer:
     def _drop_silent_nodes(self, now_s: float) -> None:
         """Drops nodes that were silent for too long at `now_s`, and nodes to which sending failed.
 
-        The time is a parameter because this thread may have been busy and may not have read data that arrived after
+        The time is a parameter, because this thread may have been busy and may not have read data received after
         `now_s`.
         """
         nodes = list(self._nodes.values())

@@ -14,7 +14,8 @@ from paceline.comm.security.untrusted_peers import decode_untrusted
 MARK = b"PACELINE-FAR-END "
 
 
-# Earlier versions use the same tag, so the launching process can recognize and report a machine with such a version.
+# Earlier versions use the same tag, so the launching process can recognize and report a machine with an earlier
+# version.
 class LauncherReady(msgspec.Struct, frozen=True, tag="Hello"):
     """A remote launcher is running, with this version of Paceline and this interpreter."""
 
@@ -45,7 +46,7 @@ class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
         secret: The job's secret in hexadecimal; None with the security level `none`.
         node_rank: The number of this machine.
         nodes: The number of machines.
-        workers: The number of workers on this machine; None to use the command line's.
+        workers: The number of workers on this machine; None to use the number in the command line.
         run_id: The job's name.
         shutdown_s: The time between the shutdown request and SIGKILL, in seconds.
         rendezvous: The address of the rendezvous; None on the machine that hosts the rendezvous.
@@ -122,7 +123,7 @@ class MessageSplitter:
         self._in_a_line = False
 
     def feed(self, data: bytes) -> tuple[list[FromLauncher], bytes]:
-        """Accepts the next part of the stream, which may be split anywhere; returns messages and other output.
+        """Processes the next part of the stream, which may be split at any byte; returns messages and other output.
 
         Raises:
             ValueError: a message cannot be decoded.

@@ -1,9 +1,9 @@
 """State machine for the launchers started by `paceline run --hosts`. Uses neither processes nor a clock.
 
 A launcher starts, reports that it is ready, and receives its assignment. The launcher on the first machine reports the
-rendezvous address, which the other assignments include. If a launcher fails to start before that, the job ends. After
-that, the launchers themselves end the job, as on any group of machines, and are killed if they do not exit in time.
-Failed starts are explained from the output of ssh and the remote shell.
+rendezvous address, which the other assignments include. If a launcher fails before it has received its assignment, the
+job ends. Afterwards, the launchers end the job themselves, as on any group of machines, and are killed if they do not
+exit in time. Failed starts are explained from the output of ssh and the remote shell.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class RemoteLaunch:
 
     @property
     def exit_code(self) -> int:
-        """The first nonzero exit code; for an elastic job, the last launcher's exit code."""
+        """The first nonzero exit code; for an elastic job, the exit code of the launcher that exited last."""
         return self._code
 
     @property
@@ -235,7 +235,7 @@ class RemoteLaunch:
     def _fail(self, reasons: Sequence[str], now_s: float) -> None:
         """Ends the job after launchers failed to start.
 
-        Other launchers first have time to report their own failures.
+        The other launchers are first given time to report their own failures.
         """
         if self._is_ending:
             return  # the launcher failed because the job is already ending

@@ -1,9 +1,9 @@
 """Program that `paceline run --hosts` runs on each machine to start the launcher and to stop it on request.
 
-The launcher is a child process, because a process that forks must not have threads, and this process must receive
-messages. These are sent by the launching process, `paceline run --hosts`. End of file on stdin means that the launching
-process has exited or the connection is closed; this process then stops the launcher. If this process is killed, the
-kernel kills the launcher, and the launcher's guards kill the workers.
+The launcher is a separate process, because a process that forks must not have a thread that receives messages. Instead,
+this process receives the messages from the launching process, `paceline run --hosts`. End of file on stdin means that
+the launching process has exited or the connection is closed; this process then stops the launcher. If this process is
+killed, the kernel kills the launcher, and the launcher's guards kill the workers.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Control:
 
 
 def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
-    """Forwards signals to the launcher until it exits; returns its exit code."""
+    """Forwards signals to the launcher until the launcher exits; returns the launcher's exit code."""
     signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
     sources: list[Signals | _Control] = [signals, control]
     kill_by_s = float("inf")

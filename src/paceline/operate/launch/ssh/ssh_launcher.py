@@ -391,7 +391,7 @@ def command_for(attempt: LaunchAttempt, ssh: Sequence[str]) -> list[str]:
 
 
 def is_here(host: Host) -> bool:
-    """Returns True if a name refers to this machine without a login name, in which case ssh is not needed."""
+    """Returns True if a name refers to this machine and contains no login name, so that ssh is not needed."""
     if host.user is not None:
         return False
     if host.name in ("localhost", socket.gethostname()):

@@ -195,7 +195,7 @@ def _join_cgroup(directory: str | None) -> None:
 
 
 def _record_exit(path: str) -> None:
-    """Records, as the last exit handler, that the script has ended: a later crash is not the script's fault."""
+    """Records in the last exit handler that the script has ended, because the script does not cause later crashes."""
     import atexit
     from os import getpid  # the script may have redefined `os`, because it shares this namespace
 
@@ -241,7 +241,7 @@ class _ExceptionRecorder:
 
 
 def _print_uncaught() -> None:
-    """Installs a hook that prints uncaught exceptions in the launcher's format; defers imports until then."""
+    """Installs a hook that prints uncaught exceptions in the launcher's format. Only the hook imports modules."""
     package = _package()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -7,11 +7,11 @@ ways:
 whatever its session, parent and environment. `cgroup.kill` (Linux 5.14) kills exactly these processes. This requires
 cgroup version 2 and delegation to the user: by a systemd user manager, in a container with write access, or as root.
 - All of the job's processes have its mark in their environment.
-- A worker's processes are in the session that the worker leads.
+- A worker's processes are in the worker's session.
 - The launcher adopts orphans, and kills them before it exits normally.
 
 If the launcher is killed, guards kill the job's processes instead. Guards are processes that were forked early and hold
-the read end of a pipe, which closes when the launcher dies. They do not kill any other processes, because a process
+the read end of a pipe, which closes when the launcher dies. They do not kill whole process trees, because a process
 tree may contain processes of other users. There are several guards in case one of them is killed just before the
 launcher.
 """
@@ -61,7 +61,7 @@ class Cgroup:
         return cls(own / f"paceline-{secrets.token_hex(8)}")
 
     def make(self) -> bool:
-        """Creates the cgroup. Returns False, without leaving a cgroup, if the kernel refuses or lacks `cgroup.kill`."""
+        """Creates the cgroup. Returns False and leaves no cgroup if the kernel denies this or lacks `cgroup.kill`."""
         try:
             self.directory.mkdir()
             if (self.directory / "cgroup.kill").exists():
@@ -212,7 +212,7 @@ class CleanupGuard:
         return pid
 
     def watch(self, leader: int) -> None:
-        """Adds a worker's session to the guarded ones."""
+        """Adds a worker's session to the guarded sessions."""
         self._send(b"%d " % leader)
 
     def forget(self) -> None:
@@ -282,7 +282,7 @@ class Cleanup:
         reap_orphans([*self._guard.pids, *workers])
 
     def end_generation(self, name: str) -> None:
-        """Kills the processes left behind by workers marked with `name`, all of which have exited."""
+        """Kills the remaining processes of the workers marked with `name`. All of these workers have exited."""
         self._guard.forget()
         if self._cgroup is not None:
             self._cgroup.kill()
@@ -290,7 +290,8 @@ class Cleanup:
         kill_orphans([*self._others, *self._guard.pids])
 
     def end_worker(self, name: str, worker: int, others: Iterable[int]) -> None:
-        """Kills the processes left behind by one exited worker marked with `name`; `others` are still running."""
+        """Kills the remaining processes of an exited worker marked with `name`. The workers `others` are still
+        running."""
         self._guard.forget()
         for other in others:
             self._guard.watch(other)
@@ -309,7 +310,7 @@ class Cleanup:
 
 
 def _directory() -> str:
-    """Creates a directory for the job whose path is short enough for Unix sockets."""
+    """Creates the job's directory. The path is short enough for Unix sockets."""
     directory = tempfile.mkdtemp(prefix="paceline-")
     if len(os.fsencode(directory)) <= _LONGEST_PATH:
         return directory

@@ -27,7 +27,8 @@ from paceline.errors import STARTERS, is_user_file
 from paceline.operate.launch.workers.placement import format_cpulist
 
 _PIPE_NAME = "alarm"
-# Errors caused by another rank's failure: Paceline's own, and those that gloo, NCCL and sockets report for a lost peer.
+# Errors caused by another rank's failure: Paceline's own errors, and the errors of gloo, NCCL and sockets for a lost
+# peer.
 _CONSEQUENCES = {
     "PeerLostError",
     "CollectiveTimeoutError",
@@ -142,7 +143,7 @@ def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
 
 
 def shortened(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-    """Reduces failures to fit into a message: keeps the cause and the first of the others, with truncated texts."""
+    """Reduces failures to fit into a message: keeps the cause and a few other failures, whose texts are truncated."""
     cause = first_failure(failures) if failures else None
     kept: list[WorkerFailure] = []
     for failure in failures:
@@ -167,7 +168,7 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
     """
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
-    # If all failures have their cause in another rank, that rank did not fail: it left early, or was lost.
+    # If another rank caused all failures, that rank did not fail itself, but left early or was lost.
     failed = f"failed because of another {word}" if failure.is_consequence else "failed first"
     line = f"{word} {failure.rank} {failed} ({failure.host}, pid {failure.pid}, {failure.how})"
     if failure.record is not None and printed_by is not None:
@@ -199,7 +200,7 @@ def report_parts(
     word: str = "rank",
     is_in_view: Callable[[str, str], bool] = lambda _text, _name: False,
 ) -> list[str]:
-    """Returns the parts of `report`, with a line before the cause that lists the `ranks` that did not fail.
+    """Returns the parts of `report`. A line before the cause lists the members of `ranks` that did not fail.
 
     Args:
         failures: At least one failure.
@@ -241,7 +242,7 @@ def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, st
 
 
 def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
-    """Returns True if two workers failed with the same exception at the same location, ignoring numbers."""
+    """Returns True if two workers failed with the same exception at the same location, apart from numbers."""
     if one.record is None or other.record is None:
         return False
     texts = [_without_numbers(record.text[-_TAIL_CHARACTERS:]) for record in (one.record, other.record)]
@@ -370,7 +371,7 @@ class ExceptionNotice:
 
 
 def notify_exception(directory: str) -> None:
-    """Announces an exception to the launcher that reads from the pipe in that directory, if any."""
+    """Announces an exception to the launcher that reads from the pipe in a directory, if there is such a launcher."""
     with contextlib.suppress(OSError):
         fd = os.open(os.path.join(directory, _PIPE_NAME), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

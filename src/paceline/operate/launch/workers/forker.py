@@ -41,7 +41,8 @@ class ForkRequest:
     Attributes:
         argv: The arguments of the bootstrap.
         variables: The variables of this worker, in addition to those that all workers share.
-        streams: The descriptors for the worker's stdin, stdout and stderr; stdin is empty if the first is None.
+        streams: The descriptors for the worker's stdin, stdout and stderr; stdin is empty if the first descriptor is
+            None.
         cores: The cores to which the worker is bound, or None.
         on_start: A function called with the process id of the worker.
         channel: The worker's end of a socket pair, to be closed once the worker has started; None without a socket
@@ -65,7 +66,7 @@ class ForkRequest:
 class Forker:
     """Starts workers one at a time, each in its own session, without blocking the launcher.
 
-    If forking is not possible, each worker is started in a new interpreter; this takes as long as importing torch. The
+    If forking is not possible, each worker is started in a new interpreter, which takes as long as importing torch. The
     launcher becomes the parent of the workers, because it adopts orphaned processes.
 
     Args:

@@ -1,7 +1,8 @@
-"""Job control in the launcher: signals, which arrive as bytes on a pipe, and stdin, which may be a terminal.
+"""Job control in the launcher: signals (received as bytes on a pipe) and stdin (possibly a terminal).
 
 One worker shares the launcher's stdin. That worker has its own session, so the kernel neither stops it when it reads in
-the background nor sends it SIGINT on Ctrl-C. The launcher, which owns the terminal, does both.
+the background nor sends it SIGINT on Ctrl-C. The launcher owns the terminal, and performs both actions instead of the
+kernel.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def in_color(text: str, number: int, colored: bool) -> bytes:
 class LinePrefixer:
     """Forwards whole lines to `write`, and an unfinished last line on `close`.
 
-    If a line is redrawn, such as a progress bar, only its last state is forwarded. Unless `updates_s` is None, an
-    intermediate state is also forwarded every `updates_s` seconds.
+    If a line is redrawn, as by a progress bar, only the last state of the line is forwarded. Unless `updates_s` is
+    None, an intermediate state is also forwarded every `updates_s` seconds.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LinePrefixer:
         self._updated_s: float | None = None
 
     def feed(self, data: bytes) -> None:
-        """Accepts output, which may be split anywhere."""
+        """Accepts output, which may be split at any byte."""
         self._rows.feed(data)
         lines = self._rows.final()
         if len(self._rows.open_text) > _LONGEST_LINE:
@@ -114,7 +114,7 @@ class LinePrefixer:
             self._write(self._prefix + text)
 
     def close(self) -> None:
-        """Flushes the rest."""
+        """Writes the remaining output."""
         self._pass_on(self._rows.end())
 
 
@@ -163,17 +163,17 @@ class OutputSink(Protocol):
     """Receives the output of a stream."""
 
     def feed(self, data: bytes) -> None:
-        """Accepts output, which may be split anywhere."""
+        """Accepts output, which may be split at any byte."""
 
     def prompt(self) -> None:
         """Shows the unfinished line, which is a prompt."""
 
     def close(self) -> None:
-        """Flushes the rest; idempotent."""
+        """Writes the remaining output; idempotent."""
 
 
 class TerminalSink:
-    """Sink for the stream of a worker that may draw on the terminal, unless its other stream is drawing."""
+    """Sink for a worker's stream that may draw on the terminal, unless the worker's other stream is drawing."""
 
     def __init__(self, screen: Screen, prefix: bytes) -> None:
         self._screen = screen
@@ -181,7 +181,7 @@ class TerminalSink:
         self._lines = LinePrefixer(prefix, screen.above)
 
     def feed(self, data: bytes) -> None:
-        """Accepts output, which may be split anywhere."""
+        """Accepts output, which may be split at any byte."""
         if self._screen.claim(self, self._prefix):
             self._screen.draw(self._lines.take() + data)
         else:
@@ -204,7 +204,7 @@ class OutputStream:
         self._sinks = sinks
 
     def feed(self, data: bytes) -> None:
-        """Accepts output, which may be split anywhere."""
+        """Accepts output, which may be split at any byte."""
         if self._file is not None:
             self._file.write(data)
         for sink in self._sinks:
@@ -216,7 +216,7 @@ class OutputStream:
             sink.prompt()
 
     def close(self) -> None:
-        """Flushes the rest; idempotent."""
+        """Writes the remaining output; idempotent."""
         for sink in self._sinks:
             sink.close()
         if self._file is not None:
@@ -309,7 +309,7 @@ def open_standard_streams() -> None:
 class Destination:
     """The destination of a worker's stream: a file written by the worker, or a stream fed by the launcher.
 
-    `screen` is the terminal if the stream has no other destination, in which case the worker gets a pseudo-terminal.
+    `screen` is the terminal if the stream has no other destination. The worker then gets a pseudo-terminal.
     """
 
     file: LogFile | None = None

@@ -62,7 +62,7 @@ def assign(
 
 
 def _homes(domains: Sequence[Cores], workers: int, preferred: Sequence[int | None]) -> list[int]:
-    """Selects each worker's domain: closest to its GPU, or in proportion to cores. Never overcommits a domain."""
+    """Assigns workers to domains close to their GPUs, or in proportion to cores. Never overcommits a domain."""
     homes: list[int] = []
     room = [len(cores) for cores in domains]
     total = sum(room)
@@ -151,7 +151,7 @@ def count_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/
 
 
 def _count_amd_gpus(root: Path) -> int:
-    """Counts the compute nodes reported by AMD's driver that have shaders and an accessible device.
+    """Counts the compute nodes with shaders and an accessible device, as reported by AMD's driver.
 
     If the driver does not list its nodes, counts all render devices.
     """

@@ -18,7 +18,7 @@ from paceline.operate.launch.job import Command, CommandKind
 
 _LIBRARIES = ("accelerate", "diffusers", "lightning", "peft", "pytorch_lightning", "timm", "transformers")
 _IMPORT_TORCH = ("paceline", "torch", "torchaudio", "torchvision", *_LIBRARIES)
-# Modules that torch imports: after a fork, a file of the same name beside the script would be ignored.
+# Modules that torch imports. After a fork, a file of the same name beside the script would be ignored.
 _IMPORTED_BY_TORCH = (
     "filelock",
     "fsspec",
@@ -137,7 +137,7 @@ def _imported(tree: ast.AST, file: Path, root: Path) -> Iterator[tuple[Path, str
 
 
 def _files_of(directory: Path, name: str) -> Iterator[Path]:
-    """Yields the source files below a directory that an import of `name` runs."""
+    """Yields the source files that are run when `name` is imported from a directory."""
     parts = [part for part in name.split(".") if part]
     for count in range(1, len(parts) + 1):
         base = directory.joinpath(*parts[:count])
@@ -147,8 +147,8 @@ def _files_of(directory: Path, name: str) -> Iterator[Path]:
 def _may_set_variables(tree: ast.AST) -> bool:
     """Returns True if a module may set a variable that is not known to be harmless.
 
-    This is assumed if the module uses the environment other than by reading variables or setting harmless ones by name,
-    or if it runs code that is not visible here.
+    This is assumed if the module uses the environment for anything but reading variables and setting harmless ones by
+    name, or if it runs code that is not part of the source.
     """
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     for node in ast.walk(tree):

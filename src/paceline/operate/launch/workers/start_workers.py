@@ -152,9 +152,9 @@ def start_workers(
     Raises:
         OSError: a process could not be started.
     """
-    # Each generation has a template of its own. A fork shows the environment of its template in /proc/PID/environ for
-    # ever, and `Cleanup` finds what a generation left behind by the mark there: with a template that is kept, the
-    # processes of an earlier generation could not be told from the template and the workers of the next one.
+    # Each generation has its own template. /proc/PID/environ of a fork always contains the environment of the template,
+    # and `Cleanup` searches this file for the generation's mark to find the remaining processes. If a template were
+    # reused, these processes could not be distinguished from the template and the workers of the next generation.
     forker = Forker(
         context.environment, context.pass_fds, allow_descriptors(job.workers), selector, say, modules_to_fork(job)
     )
@@ -183,11 +183,11 @@ def modules_to_fork(job: Job) -> tuple[str, ...] | None:
     """Returns the modules to import before this machine's workers are forked.
 
     These are the modules used by the program that take longest to import. If the result is None, each worker is started
-    in a new interpreter. The workers of an elastic job are forked unless the user or the kind of program requires new
-    interpreters. Otherwise, unless the user chose a method, workers are forked if there are several of them and their
-    program imports torch. New interpreters are used if the program may set variables that are read while torch is
-    imported, if OpenMP binds the program's threads, or if a tool observes the program from its start. If there are many
-    workers per core, they cannot be training, and are forked in any case.
+    in a new interpreter. The workers of an elastic job are forked unless the user's options or the kind of program
+    require new interpreters. In other jobs, unless the user chose a method, workers are forked if there are several of
+    them and their program imports torch. New interpreters are used if the program may set variables that are read while
+    torch is imported, if OpenMP binds the program's threads, or if a tool observes the program from its start. If there
+    are many workers per core, they are forked in any case, because they cannot be training.
     """
     if job.start_method == "spawn":
         return None
@@ -281,7 +281,7 @@ def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, s
 
 
 def drawing_index(job: Job, start: Start) -> int:
-    """Returns the index of the worker that may draw: the one that reads stdin if shown, otherwise the first one."""
+    """Returns the index of the worker that may draw: the one that reads stdin if it is shown, else the first one."""
     slot, _ = job.slot
     shown = [i for i in range(job.workers) if not job.output.shown or slot * job.workers + i in job.output.shown]
     reading = None if job.stdin_rank is None else job.stdin_rank - start.first_rank
@@ -290,7 +290,7 @@ def drawing_index(job: Job, start: Start) -> int:
 
 @dataclass(frozen=True)
 class MachineResources:
-    """The resources of this machine's workers, decided before any of them starts."""
+    """The resources of this machine's workers, determined before any worker starts."""
 
     workers: int  # number of workers on this machine, including those of the scheduler's other launchers
     gpus: int

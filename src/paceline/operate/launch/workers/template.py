@@ -4,13 +4,13 @@ The launcher runs it by path:
 
     python template.py LAUNCHER_PID DESCRIPTOR [MODULE... [-- MODULE...]]
 
-A worker is forked twice: when the intermediate process has exited, the launcher, which adopts orphans, becomes the
-worker's parent, as if it had started the worker itself. The template exits when the launcher closes the connection.
+A worker is forked twice. When the intermediate process has exited, the launcher becomes the worker's parent, because
+the launcher adopts orphans. The template exits when the launcher closes the connection.
 
 The template imports the MODULEs; those after `--` were chosen by the user. Threads do not survive a fork, and their
-locks remain locked. Importing torch starts only the threads of numpy's OpenBLAS, which ends them before each fork. To
-verify this, the template forks once and then lists its other threads. If there are any, or if a device has been
-initialized or torch cannot be imported, the template reports that and exits.
+locks remain locked. Importing torch starts only the threads of numpy's OpenBLAS, which stops these threads before each
+fork. To verify this, the template forks once and then lists its other threads. If there are other threads, if a device
+has been initialized, or if torch cannot be imported, the template reports this and exits.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _reset_modules() -> None:
 
 
 def _main_module(file: str) -> ModuleType:
-    """Returns a module `__main__` with the names that it has in a new interpreter that runs `file`."""
+    """Returns a module `__main__` with the same names as in a new interpreter that runs `file`."""
     module = ModuleType("__main__")
     vars(module).update(
         __builtins__=builtins, __annotations__={}, __cached__=None, __loader__=SourceFileLoader("__main__", file)
@@ -114,7 +114,7 @@ def _main_module(file: str) -> ModuleType:
 
 
 def _preload(arguments: list[str]) -> str:
-    """Imports modules; returns the reason why torch was requested but cannot be imported, or "".
+    """Imports modules. If torch was requested but cannot be imported, returns the reason, otherwise "".
 
     Failures are printed for modules after `--`, which the user chose.
     """

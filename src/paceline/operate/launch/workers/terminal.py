@@ -62,7 +62,7 @@ class Rows:
 
     @property
     def is_redrawn(self) -> bool:
-        """Whether the program has returned to a live row, like a progress bar."""
+        """Whether the program has returned to a live row, as progress bars do."""
         return bool(self._live) or self._is_overwritten
 
     @property
@@ -71,7 +71,7 @@ class Rows:
         return self._rows[self._at].text
 
     def feed(self, data: bytes) -> bytes:
-        """Accepts output, which may be split anywhere; returns the bytes to display, including prefixes."""
+        """Accepts output, which may be split at any byte; returns the bytes to display, including prefixes."""
         data = self._rest + data
         part = _PART_OF_TOKEN.search(data)
         self._rest = data[part.start() :] if part else b""
@@ -130,7 +130,7 @@ class Rows:
         return drawn + b"\r" if self._is_at_start else drawn
 
     def leave(self) -> bytes:
-        """Returns the bytes that move the cursor below all rows and make it visible."""
+        """Returns the bytes that move the cursor below all rows and make the cursor visible."""
         down = len(self._rows) - 1 - self._at + bool(self._rows[-1].text)
         return b"\n" * down + (b"\x1b[?25h" if self.hides_cursor else b"")
 
@@ -232,16 +232,16 @@ class Screen:
             return 0, 0
 
     def claim(self, stream: object, prefix: bytes) -> bool:
-        """Returns True if `stream` may draw: it drew last, or nothing is drawn.
+        """Returns True if `stream` may draw, because it drew last or nothing is drawn.
 
-        Each of its rows starts with `prefix`.
+        Each row of the drawing starts with `prefix`.
         """
         if self._owner is not stream and self._rows.is_blank:
             self._owner, self._rows = stream, Rows(prefix)
         return self._owner is stream
 
     def draw(self, data: bytes) -> None:
-        """Displays output from the stream that may draw. Output may be split anywhere."""
+        """Displays output from the stream that may draw. Output may be split at any byte."""
         self._write(self._rows.feed(data))
         self._rows.final()
 

@@ -228,7 +228,7 @@ class OutputForwarder:
 
 
 def failure_of(worker: WorkerProcess, code: int, record: Record | None, memory: MemoryWatch) -> WorkerFailure:
-    """Returns the failure of a worker that exited with `code` and recorded the exception `record`, if any."""
+    """Returns the failure of a worker that exited with `code`; `record` is the recorded exception, or None."""
     explained = memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
     exit_code = 1 if record is not None else code  # an exception takes precedence, even if the worker was killed later
     at_exit = record is None and has_begun_exit(worker.error_file)
@@ -250,7 +250,7 @@ class MemoryCgroup:
 
     @classmethod
     def mine(cls, root: Path = Path("/")) -> MemoryCgroup:
-        """Returns this process's innermost readable cgroup. A container may expose only one."""
+        """Returns this process's innermost readable cgroup. A container may expose only one cgroup."""
         directories, _ = _core.cgroups("memory", str(root).rstrip("/"))
         for directory in map(Path, directories):
             if (directory / "memory.events").exists() or (directory / "memory.oom_control").exists():
@@ -322,7 +322,7 @@ def _total() -> int:
 
 
 class _KernelLog:
-    """The processes that the kernel log has reported as killed since creation, if this user may read the log."""
+    """Processes reported as killed in the kernel log since this object's creation, if this user may read the log."""
 
     def __init__(self, path: str) -> None:
         self._fd = -1

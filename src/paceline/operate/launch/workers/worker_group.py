@@ -34,7 +34,7 @@ _OTHERS_KILLED_S = 0.3  # time to wait for the exit of another worker killed for
 
 
 class WorkerGroup:
-    """The workers of one generation. `start_workers` creates it; it has completed when `is_over` is true.
+    """The workers of one generation. Created by `start_workers`, and complete when `is_over` is true.
 
     Args:
         number: The number of the generation in the job, starting at 1.
@@ -42,13 +42,13 @@ class WorkerGroup:
         shutdown_timeout_s: The time in seconds between the stop signal and SIGKILL.
         keyboard: The launcher's stdin, which one of the workers may read.
         selector: The selector of the launcher's loop; its keys carry functions without arguments.
-        notice: The pipe by which workers announce exceptions.
+        notice: The pipe through which workers announce exceptions.
         forker: The forker that starts the workers.
         on_start: A function called with the process id of each worker.
-        on_exception: A function called with a failure whose exception has left a worker's script, before the worker
+        on_exception: A function called with the failure of a worker after an uncaught exception, before the worker
             exits.
         on_failure: A function called with the first failure of an exited worker. The call is delayed briefly if the
-            kernel killed that worker and another one for lack of memory, because the other one may be the cause.
+            kernel killed several workers for lack of memory, because another of these workers may be the cause.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class WorkerGroup:
             self._next_signal = (now_s + self._grace_s, signal.SIGKILL)
 
     def end(self, number: int = signal.SIGTERM, after_s: float = 0.0) -> None:
-        """Requests that all workers exit, starts no more, and kills those still running after the grace period."""
+        """Requests all workers to exit, starts no more workers, and kills remaining workers after a grace period."""
         self._start_no_more()
         if self._next_signal is None or after_s == 0.0:
             self._next_signal = (time.monotonic() + after_s, number)
@@ -238,9 +238,9 @@ class WorkerGroup:
             self._report_first_failure()
 
     def _in_order(self, failure: WorkerFailure, peak_bytes: int) -> WorkerFailure:
-        """Corrects the time of a failure due to lack of memory: the kernel kills the largest process first.
+        """Corrects the time of a failure due to lack of memory, because the kernel kills the largest process first.
 
-        The largest process takes longest to exit, so it may be reaped after smaller ones.
+        The largest process takes longest to exit, so it may be reaped after smaller processes.
         """
         if failure.memory is None:
             return failure

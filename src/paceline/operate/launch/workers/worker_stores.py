@@ -1,11 +1,11 @@
 """Services that a launcher provides for its workers: stores, and the multiplexer for jobs with a single port.
 
-The launcher serves the stores of each generation, so they outlive rank 0. Workers connect to Paceline's store at
-PACELINE_STORE with the job's secret; on a single machine, the store uses a Unix socket. torch.distributed uses a
-separate store at MASTER_ADDR and MASTER_PORT, as its clients expect from a launcher that sets
-TORCHELASTIC_USE_AGENT_STORE. The protocol of torch's store has no authentication. Torch's store therefore has its own
-keys, and on a single machine it only listens on loopback. It starts listening when a worker requests it, so a job that
-only uses Paceline's groups does not open this port.
+The launcher serves the stores of each generation, so that the stores outlive rank 0. Workers connect to Paceline's
+store at PACELINE_STORE with the job's secret; on a single machine, the store uses a Unix socket. torch.distributed uses
+a separate store at MASTER_ADDR and MASTER_PORT, because its clients expect a store there if
+TORCHELASTIC_USE_AGENT_STORE is set. The protocol of torch's store has no authentication. Torch's store therefore has
+its own keys, and on a single machine it only listens on loopback. The store only starts listening when a worker
+requests it, so that a job with only Paceline's groups does not open this port.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0 disables the plug-in that reque
 
 
 class WorkerStores:
-    """The stores served by this machine's launcher. Workers only use those on the machine with rank 0.
+    """The stores served by this machine's launcher. Workers only use the stores on the machine with rank 0.
 
     Args:
         job: The job, whose options specify the ports.
@@ -53,8 +53,8 @@ class WorkerStores:
     def reserve(self) -> tuple[int, int]:
         """Binds and returns the ports for torch's store and for Paceline's store in the next generation.
 
-        The first port is 0 in a job with a single port, where torch.distributed uses Paceline's store through the
-        plug-in. The second port is 0 on a single machine.
+        The first port is 0 in a job with a single port, because torch.distributed then uses Paceline's store through
+        the plug-in. The second port is 0 on a single machine.
         """
         job = self._job
         if job.one_port is None and self._torch_socket is None:
@@ -101,7 +101,7 @@ class WorkerStores:
         return variables
 
     def requests_fileno(self) -> int:
-        """Returns a descriptor that is readable once a worker requests torch's store; -1 if there is none to open."""
+        """Returns a descriptor that is readable once a worker requests torch's store; -1 without torch's store."""
         return self._requests if self._torch_socket is not None else -1
 
     def open_torch_store(self) -> None:
@@ -191,7 +191,7 @@ def port_beside(one_port: int | None) -> int | None:
     """Returns the workers' MASTER_PORT in a job with a single port, or None for other jobs.
 
     MASTER_PORT is the number after `one_port`. If the plug-in does not replace torch.distributed's store, that store
-    listens there, so the number must be predictable for the user.
+    listens on this port, so the user must be able to predict the number.
     """
     if one_port is None:
         return None
