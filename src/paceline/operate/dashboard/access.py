@@ -36,7 +36,7 @@ HEADERS = {
 
 
 class AccessDecision(Enum):
-    """Decision on a request: pass it to the page, or respond with this status and text."""
+    """Decision on a request: to pass it to the page, or to respond with this status and text."""
 
     PASSES = (200, "")
     ENTERS = (303, "")  # redirects after storing the token from the URL in a cookie
@@ -147,7 +147,7 @@ class AccessMiddleware:
         inner: the wrapped application.
         access: the access rules.
         prefix: the path under which a proxy serves the page, such as "/user/ana/proxy/8080", or "". Requests may omit
-            it, because some proxies remove it.
+            the prefix, because some proxies remove it.
         passed: a function called with the peer's address for each request with a valid token.
     """
 

@@ -59,7 +59,7 @@ _STEPS_KEPT = 240
 _LINES_KEPT = 2000
 _EVENTS_KEPT = 500
 _RECENT = 30  # number of steps over which means are computed
-_PATIENCE = 3  # number of samples to wait for ranks that have not finished a step; other machines' samples lag by one
+_PATIENCE = 3  # number of samples to wait for ranks that have not finished a step; other machines lag by one sample
 
 _SAMPLES_OF_CALLS = 30  # number of samples over which call durations are averaged
 _MOST_KINDS = 256

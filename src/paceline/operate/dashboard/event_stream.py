@@ -2,7 +2,7 @@
 
 A message is one JSON object with the keys of `DashboardState`. Absent keys are unchanged; `null` removes a value. A
 growing list is sent as `{"epoch", "first", "from", "items"}`: the viewer drops its items before index `first` and those
-at index `from` or later, and appends the new items. If the epoch has changed, it drops all items.
+at index `from` or later, and appends the new items. If the epoch has changed, the viewer drops all items.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class ExternalCollector:
         facts = JobInfo(run.job, " ".join(["paceline run", *run.command]), run.world_size or run.workers, began_s)
         self._collector = LocalCollector(self._notes, facts)
         self._aggregator = DashboardAggregator()
-        self._open: dict[int, int] = {}  # descriptors for recordings, by the recording's inode
+        self._open: dict[int, int] = {}  # descriptors for recordings, keyed by the recording's inode
         self._workers: dict[int, _RecordedWorker] = {}  # workers by their recording's inode
         self._events = EventFollower(run.directory / EVENTS_FILE)
 

@@ -42,7 +42,7 @@ class RankStep:
         data_s, forward_s, backward_s, optimizer_s: the durations of the step's phases, excluding waits for other ranks.
         exposed_s: the time for which the rank waited for communication and did nothing else.
         communication_s: the time for which any communication was in progress.
-        samples: the number of samples that the rank trained on; 0 if the program does not log it.
+        samples: the number of samples that the rank trained on; 0 if the program does not log this number.
         phases: the phases as (name, begin, end), for the timeline.
         buckets: the buckets in the order in which they became ready.
         predicted_s: the duration of the step if its calls had taken the predicted time; None without predictions.
@@ -127,7 +127,7 @@ class RankSample:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """The rate at which a rank sends to another over TCP, or through shared memory if the peer is -1.
+    """The rate at which a rank sends to another rank over TCP, or through shared memory if the peer is -1.
 
     Attributes:
         nbytes_per_s: the rate since the previous sample.

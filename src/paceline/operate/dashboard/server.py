@@ -181,7 +181,7 @@ class DashboardServer:
         return self._broadcaster is not None and self._broadcaster.is_watched
 
     def close(self) -> None:
-        """Stops the server and waits at most two seconds for its thread; idempotent."""
+        """Stops the server and waits at most two seconds for the server's thread; idempotent."""
         self._began.wait(_START_S)
         if self._loop is not None and self._task is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._task.cancel)

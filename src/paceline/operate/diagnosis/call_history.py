@@ -42,7 +42,7 @@ def span_of(matched: Sequence[Mapping[int, RankCall]]) -> float:
 class MismatchKind(Enum):
     """The way in which a rank's calls deviate from those of the other ranks."""
 
-    SKIPPED = "skipped, or made later"  # a call that fails immediately does not show which of the two happened
+    SKIPPED = "skipped, or made later"  # if the call fails immediately, the two cannot be distinguished
     ORDER = "another order"
     TWICE = "called twice"
     SKIPPED_OR_TWICE = "skipped or called twice"
@@ -60,7 +60,7 @@ class CallMismatch:
         regular: the ranks that do not deviate.
         kind: the kind of deviation.
         theirs: the call made by the first stray rank.
-        expected: the call made by the other ranks, or predicted from the history.
+        expected: the call made by the other ranks, or the call predicted from the history.
         step: the training step in which the call was made, or None.
         is_guess: whether the choice of `strays` is only a guess.
     """
@@ -166,7 +166,7 @@ def _following(own: Mapping[int, RankCall], number: int) -> list[CallSignature]:
 def _usual(
     counts: Counter[CallSignature], past: Sequence[CallSignature], coming: Sequence[CallSignature]
 ) -> tuple[CallSignature, bool]:
-    """Returns the call that is probably correct, and whether that is only a guess."""
+    """Returns the call that is probably correct, and whether this choice is only a guess."""
     (usual, most), *others = counts.most_common()
     if all(count < most for _, count in others):
         return usual, False

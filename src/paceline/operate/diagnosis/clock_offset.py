@@ -5,7 +5,7 @@ sending of the request and the receipt of the response. The midpoint between the
 round-trip time, even if the two delays differ. Because clocks run at slightly different speeds, the error grows with
 the age of the measurement, at the rate `DRIFT`.
 
-`aligned` does not need messages: it uses calls that end on all ranks at about the same time.
+Instead of messages, `aligned` uses calls that end on all ranks at about the same time.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def aligned(ranks: Sequence[RankState], clocks: Sequence[str]) -> list[RankState
 
 
 def _offset_s(reference: RankState, other: RankState) -> float:
-    """Returns the seconds to add to the other rank's times to align the ends of their common calls."""
+    """Returns the seconds to add to the other rank's times to align the ends of both ranks' common calls."""
     mine, theirs = _ends(reference.calls), _ends(other.calls)
     from statistics import median  # slow to import, and only needed here
 

@@ -203,7 +203,7 @@ def _is_consequence(rank: RankState) -> bool:
 
 
 def _mismatched(snapshot: JobSnapshot) -> Diagnosis | None:
-    """Finds the rank whose call does not match those of the other ranks."""
+    """Finds the rank whose call does not match the calls of the other ranks."""
     for group in sorted({call.group for rank in snapshot.ranks for call in rank.calls if call.is_open}):
         histories = _histories(snapshot, group)
         latest = [max((call.sequence for call in own if call.is_open), default=None) for own in histories.values()]
@@ -353,7 +353,7 @@ def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
 
 
 def _idle(snapshot: JobSnapshot) -> Diagnosis | None:
-    """Describes a job in which no rank is making a call or working, for example because all are waiting for a file."""
+    """Describes a job in which no rank is making a call or working, for example because all ranks wait for a file."""
     running = [rank for rank in snapshot.ranks if rank.ending is None]
     if len(running) < len(snapshot.ranks) or not all(is_idle(rank) for rank in running):
         return None
@@ -381,7 +381,7 @@ def _in_plural(doing: str) -> str:
 
 
 def _unfinished_on_devices(snapshot: JobSnapshot, wait: CallWait, ranks: Sequence[RankState]) -> Diagnosis:
-    """Blames ranks whose devices have not reached a call, although the program has made it on every rank."""
+    """Blames ranks whose devices have not reached a call, although the program has made the call on every rank."""
     start = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}"
     late = [rank for rank in ranks if rank.rank in wait.unreached]
     if not late:

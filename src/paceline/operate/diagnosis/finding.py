@@ -72,7 +72,7 @@ class Diagnosis:
 
     @property
     def is_failure(self) -> bool:
-        """Whether a rank failed on its own, in which case the states of other ranks do not matter."""
+        """Whether a rank failed on its own. The states of the other ranks do not matter then."""
         return self.cause in FAILURES
 
 

@@ -62,7 +62,7 @@ class RankCall:
 
     @property
     def ready_s(self) -> float:
-        """The time at which the rank made the call; for a call on a device, the time at which the device reached it."""
+        """The time at which the rank made the call or, for a call on a device, at which the device reached the call."""
         return self.arrived_s if self.reached_s is None else max(self.arrived_s, self.reached_s)
 
     @property

@@ -1,7 +1,8 @@
 """Data classes for the recording of a process: its calls, events, groups, links and clock.
 
 All times are CLOCK_MONOTONIC nanoseconds on the recording process's host. All processes on a host share this clock.
-`Clock.realtime_ns` converts them to the time of day; `ProcessRecording.shifted` converts them to another host's clock.
+`Clock.realtime_ns` converts these times to the time of day, and `ProcessRecording.shifted` converts them to another
+host's clock.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class GroupRecord:
     """A process group.
 
     Attributes:
-        serial: the number of the group in its process, starting at 1. `CallRecord.group` refers to it.
+        serial: the number of the group in its process, starting at 1. `CallRecord.group` contains this number.
         name: "default", or the name assigned by `new_group`.
         identity: a number that is equal on all members of the group.
         engine: the name of the engine that runs the group's calls.

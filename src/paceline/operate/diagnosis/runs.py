@@ -1,10 +1,10 @@
-"""Job directories: their location and contents, and the selection of old ones to remove.
+"""Job directories: their location and contents, and the selection of old directories to remove.
 
 The launcher on each machine creates one directory per job: RUNS/ID, or LOG_DIR/RUN_ID with --log-dir. It contains
 
-- `job.json`: the command, the names of the environment variables, the versions, and the job's outcome; -
-`events.jsonl`: the launcher's actions, one JSON object per line; - `attempt_N/RANK/`: a worker's `recording.record`
-and, if saved, `stdout.log`, `stderr.log` and `error.json`.
+- `job.json`: the command, the names of the environment variables, the versions, and the job's outcome;
+- `events.jsonl`: the launcher's actions, one JSON object per line;
+- `attempt_N/RANK/`: a worker's `recording.record` and, if saved, `stdout.log`, `stderr.log` and `error.json`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Detection of slow links between hosts, and of jobs delayed by a slow network.
 
 The speed of a connection is the amount of data sent divided by the time for which data was in flight and the peer's
-receive buffer was not full. Thus a rank that rarely sends, or whose peer reads slowly, is not mistaken for a slow
-network. The nominal speed of the network is unknown, so a link only counts as slow compared with faster links.
+receive buffer was not full. Thus a connection on which a rank rarely sends, or on which the peer reads slowly, is not
+mistaken for a slow connection. The nominal speed of the network is unknown, so a link is considered slow only if other
+links are faster.
 
 The network delays a job if calls take a long time to complete after the last rank has arrived. A slow rank would arrive
 late instead. The message for the user states the hosts and the rate, but does not assess the rate.
@@ -19,7 +20,7 @@ from paceline.operate.diagnosis.call_history import match_calls, span_of
 from paceline.operate.diagnosis.finding import Cause, Diagnosis, lasting, named
 from paceline.operate.diagnosis.job_snapshot import PeerTraffic, RankState
 
-_SLOWER = 2.0  # minimum ratio of the other links' median speed to that of a slow link
+_SLOWER = 2.0  # minimum ratio of the other links' median speed to the speed of a slow link
 _FEWEST_NBYTES = 1 << 20
 _FEWEST_S = 0.05  # minimum time for which a slow link must have been in use
 _TICK_S = 0.004  # resolution of the kernel's counters for the time in use
@@ -113,7 +114,7 @@ def _rate(nbytes_s: float) -> str:
 
 @dataclass(frozen=True)
 class InterHostTraffic:
-    """Calls between hosts, and the time that they took after their last rank arrived.
+    """Calls between hosts, and the time that the calls took after their last rank had arrived.
 
     Attributes:
         hosts: the names of the hosts.

@@ -74,7 +74,7 @@ class StallThreshold:
 
     @property
     def idle_s(self) -> float:
-        """The duration of a period without calls or work on any rank after which the period is reported."""
+        """The time after which idleness of all ranks, without any calls or work, is reported."""
         return 2 * self.ceiling_s
 
     def limit_s(self, durations_s: Sequence[float]) -> float:

@@ -1,8 +1,8 @@
 """Detection of stragglers: ranks that are slower than others by more than chance and their own variation explain.
 
 The launcher, `paceline analyze`, the report, the page and `paceline top` use the same rule. Its input is each rank's
-own work in each step. Durations of backward passes or calls do not reveal stragglers: in synchronous training they are
-equal on all ranks, because fast ranks wait in their calls for slow ones.
+own work in each step. Durations of backward passes or calls do not reveal stragglers. In synchronous training, these
+durations are equal on all ranks, because fast ranks wait in their calls for slow ranks.
 
 Some rank is last in every step, so being last is no evidence. The rule is a permutation test: if no rank differs from
 the others, exchanging the ranks within a step does not change the distribution of their times (Pitman 1937). It is
@@ -12,10 +12,11 @@ a rank with some long steps. The test determines how probable a rank's sum of va
 drawn from all ranks. This probability is bounded by the method of Chernoff (1952). The bound holds for any number of
 steps and for heavy tails, because a single long pause is one draw among `n` ranks, however long it is.
 
-Consecutive steps are not independent: another process may occupy a core for some seconds. Steps are therefore summed in
-blocks, which are merged until neighboring blocks are uncorrelated (Flyvbjerg and Petersen 1989), and the mean over the
-blocks must exceed three standard errors. The probability is multiplied by the number of tests and ranks (Bonferroni),
-and by `k (k + 1) / 2` if the steps are tested for the k-th time (a spending function, Lan and DeMets 1983).
+Consecutive steps are not independent, because another process may occupy a core for some seconds. Steps are therefore
+summed in blocks, which are merged until neighboring blocks are uncorrelated (Flyvbjerg and Petersen 1989), and the mean
+over the blocks must exceed three standard errors. The probability is multiplied by the number of tests and ranks
+(Bonferroni), and by `k (k + 1) / 2` if the steps are tested for the k-th time (a spending function, Lan and DeMets
+1983).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Straggler:
         cause: `Cause.SLOW_CORE`, `SLOW_DEVICE`, `LOADER` or `LONG_STEPS`.
         excess_s: the additional time per step compared with the median of the other ranks, in seconds. If the rank is
             slower only in some steps, only these steps count.
-        share: the mean additional time, as a fraction of the mean step.
+        share: the mean additional time, as a fraction of the mean duration of a step.
         long_steps: the number of steps in which the rank is slower; None if the rank is slower in general.
         period: the interval between the steps in which the rank is slower, if the interval is constant, otherwise None.
         probability: the probability that chance alone makes any rank appear this slow.

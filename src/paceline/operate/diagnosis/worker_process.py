@@ -1,6 +1,6 @@
 """External inspection of a worker process: kernel counters from /proc, and the Python stack.
 
-The process does not have to cooperate and may be stuck in native code. At startup, a worker of `paceline run` registers
+The inspection also works if the process is stuck in native code. At startup, a worker of `paceline run` registers
 faulthandler for a real-time signal. The handler writes the stack of the receiving thread to a memory file that the
 launcher finds through /proc. The signal kills processes that do not handle it, so it is only sent to a process with a
 handler, and never to a worker's children. Only the receiving thread's stack is written, because walking the frames of

@@ -1,4 +1,4 @@
-"""Connection from a launcher to the dashboard, which is served by this launcher or by one on another machine.
+"""Connection from a launcher to the dashboard, which is served by this launcher or by a launcher on another machine.
 
 Each launcher records the activity on its own machine: events, workers, output and stacks.
 """

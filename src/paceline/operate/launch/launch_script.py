@@ -35,8 +35,8 @@ class LaunchScriptOptions:
 def slurm(request: LaunchScriptOptions) -> str:
     """Returns a script for sbatch. The job creates a secret, which srun distributes without storing it in a file.
 
-    If a machine is lost, Slurm requeues the job. The launchers on the other machines exit long before that, but srun
-    waits until Slurm has determined the state of each machine.
+    If a machine is lost, Slurm requeues the job. The launchers on the other machines exit long before the job is
+    requeued, but srun waits until Slurm has determined the state of each machine.
     """
     gpus = f"#SBATCH --gpus-per-node={request.gpus}\n" if request.gpus else ""
     return f"""#!/bin/bash

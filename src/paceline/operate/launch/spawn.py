@@ -69,7 +69,7 @@ def spawn(
     Raises:
         TypeError: `args` is not a tuple.
         ValueError: `nprocs` is less than 1, or the processes cannot import `fn`.
-        WorkerError: a process failed (with `join`); its message ends with the traceback.
+        WorkerError: a process failed (only with `join`). The message ends with the traceback.
     """
     if nprocs < 1:
         raise ValueError(f"nprocs is {nprocs}; it must be at least 1")
@@ -139,7 +139,7 @@ def notebook_launch(
 
     Raises:
         RuntimeError: the start method is "fork", but this process has already used CUDA, which forks cannot share.
-        WorkerError: a process failed; its message ends with the traceback.
+        WorkerError: a process failed. The message ends with the traceback.
     """
     if start_method is None:
         start_method = "fork" if fn.__module__ == "__main__" else "spawn"

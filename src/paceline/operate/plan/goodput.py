@@ -38,7 +38,7 @@ class Goodput:
             checkpoints are needed.
         restarting: the fraction of time that a job spends on steps if every failure restarts it from a checkpoint.
         restarting_period_s: the best interval between checkpoints of a restarting job, in seconds.
-        lost: the number of simulated jobs that lost the training state because every worker that held it died.
+        lost: the number of simulated jobs that lost the training state because every worker that held the state died.
         played: the total number of simulated jobs.
     """
 

@@ -43,7 +43,7 @@ from paceline.operate.plan.step_watch import (
 MOST_HOSTS = 32
 """The maximum number of hosts for measuring all pairs. With more hosts, only the first two are measured."""
 
-_BUDGET_S = 2.0  # time limit for the short messages on a link; the same limit applies to its long messages
+_BUDGET_S = 2.0  # time limit for the short messages on a link; the same limit applies to the long messages
 _ALL_ROUNDS_S = 30.0  # time limit for all measurements between hosts
 _SHORT_MESSAGES = 100
 _LONGEST_NBYTES = 64 << 20
@@ -171,7 +171,7 @@ def _answer(peer: int) -> None:
 
 
 def _repeated(measure: Callable[[], float], most: int, deadline: float) -> list[float]:
-    """Returns the results of up to `most` measurements; stops at the deadline, but not before the third one."""
+    """Returns the results of up to `most` measurements; stops at the deadline, but not before the third measurement."""
     found: list[float] = []
     while len(found) < most and (len(found) < 3 or time.monotonic() < deadline):
         found.append(measure())
@@ -310,8 +310,7 @@ class _Measurement:
         self._written = False
 
     def after_step(self, watch: StepWatch) -> None:
-        """Writes the calibration after the last measured step. Exits if all ranks are done or this rank is far
-        ahead."""
+        """Writes the calibration after the last measured step; exits if all ranks are done or this one is far ahead."""
         done, needed = len(watch.steps), LEFT_OUT + self._settings.steps
         if done == 1 and not self._barrier.signal_and_wait("begun", _LATEST_S):
             print("paceline plan: not all ranks of this machine train yet; this one continues", file=sys.stderr)

@@ -189,7 +189,7 @@ def _alone(calibration: Calibration, strategy: Strategy) -> float:
 
 
 def machine_noise(step_s: Sequence[float], contention: float = 0.0) -> float:
-    """Returns the fraction by which a later run may differ from the measured one.
+    """Returns the fraction by which a later run may differ from the measured run.
 
     The fraction is unknown, because measuring it takes several runs. It is assumed to be the variation between steps or
     the share of the cores that other processes took from the ranks, whichever is larger, but at least `LEAST_NOISE`. In
@@ -226,7 +226,7 @@ def slowest_of(spread: Sequence[float], ranks: int, share: float) -> float:
 
 
 def memory_of(calibration: Calibration, strategy: Strategy, ranks: int) -> RankMemory:
-    """Returns the memory use of a rank; each stage of ZeRO shards more of it."""
+    """Returns the memory use of a rank; each stage of ZeRO shards more of this memory."""
     memory = calibration.memory
     parts = [1 if strategy.zero < stage else ranks for stage in (1, 2, 3)]
     # DiLoCo also stores the outer parameters, their momentum and the tensors that it exchanges.

@@ -162,7 +162,7 @@ class SimulatedWorker:
         elif self.trains:
             self.job.end_worker(self, 75)
         elif self.group is not None and not view.is_planned:
-            # The view that this worker was about to join is obsolete, so it announces itself again.
+            # The view that this worker was about to join is obsolete, so the worker announces itself again.
             self.job.send(self, ViewFailed(self.group.view.generation, self.job.steps, "there is a later view"))
             self.state, self.group = "caught up", None
             self.job.send(self, CaughtUp(self.job.steps))
@@ -277,7 +277,7 @@ class JobOutcome:
         seconds: the time since the first step of the job.
         steps: the number of committed steps.
         pauses_s: for each failure, the delay of the step in which it happened.
-        is_lost: whether the training state was lost with the last worker that held it.
+        is_lost: whether the training state was lost with the last worker that held the state.
         end: the coordinator's reason for ending the job, or "".
     """
 
@@ -298,7 +298,7 @@ class SimulatedJob:
         failures: the mean times between failures; failures of the whole job are not simulated.
         seed: the seed for the random times of failures.
         share: a worker's fraction of all work, if only some of the workers are simulated.
-        min_workers: the minimum number of workers; the job waits while there are fewer.
+        min_workers: the minimum number of workers. The job waits while it has fewer workers.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class SimulatedJob:
         return self._result()
 
     def partition(self, machines: int) -> JobOutcome:
-        """Cuts off `machines` machines at once and runs until the remaining ones complete a step or the job ends."""
+        """Cuts off `machines` machines at once and runs until the other machines complete a step or the job ends."""
         self.after(_CALM_S, self._cut_off, machines)
         self._run(lambda: self._has_ended or bool(self._outcome.pauses_s))
         return self._result()

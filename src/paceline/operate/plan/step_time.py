@@ -190,9 +190,9 @@ def map_links(network: Network, change: Callable[[NetworkLink], NetworkLink]) ->
 def interpolated(calls: Sequence[HostCall], ranks: int, nbytes: int) -> float:
     """Returns the duration of an all-reduce on one host in seconds, interpolated between the measured sizes.
 
-    Below the smallest measured size the duration is constant, and above the largest it is proportional to the size. If
-    `ranks` was not measured, the duration for the nearest number of ranks is scaled by the ratio of the two numbers,
-    because ranks share the memory bandwidth.
+    Below the smallest measured size, the duration is constant. Above the largest measured size, the duration is
+    proportional to the size. If `ranks` was not measured, the duration for the nearest number of ranks is scaled by the
+    ratio of the two numbers, because ranks share the memory bandwidth.
     """
     nearest = min({call.ranks for call in calls}, key=lambda measured: (abs(measured - ranks), measured))
     points = sorted((call.nbytes, call.seconds) for call in calls if call.ranks == nearest)
@@ -209,7 +209,7 @@ def interpolated(calls: Sequence[HostCall], ranks: int, nbytes: int) -> float:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """A gradient bucket: its size, and the seconds from the start of the backward pass until it can be sent."""
+    """A gradient bucket: its size, and the seconds from the start of the backward pass until the bucket can be sent."""
 
     nbytes: int
     ready_s: float
@@ -256,7 +256,7 @@ class StepTime:
 
 
 def buckets_of(gradients: Sequence[MeasuredGradient], caps_nbytes: Sequence[int]) -> list[PlannedBucket]:
-    """Returns the buckets that `DistributedDataParallel` would create. They are sent in order."""
+    """Returns the buckets that `DistributedDataParallel` would create, in the order in which they are sent."""
     sizes, dtypes = [gradient.nbytes for gradient in gradients], [gradient.dtype for gradient in gradients]
     planned: list[PlannedBucket] = []
     latest_s = 0.0

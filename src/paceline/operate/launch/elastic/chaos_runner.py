@@ -51,7 +51,7 @@ def _leads_elsewhere(connection: socket.socket) -> bool:
 
 @dataclass
 class _Loss:
-    """The loss of a worker, with the other workers that have not entered a new view since."""
+    """The loss of a worker, with the other workers that have not entered a new view since then."""
 
     since_s: float
     behind: set[str]

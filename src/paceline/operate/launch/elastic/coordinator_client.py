@@ -208,7 +208,7 @@ class CoordinatorClient:
         return wire
 
     def _on_order(self, wire: ServerConnection, order: Order) -> None:
-        """Handles an order. Records its views before forwarding them to workers."""
+        """Handles an order. Records the views in the order before forwarding them to workers."""
         with self._changing:
             if self._wire is not wire or self._is_over:
                 return
@@ -398,7 +398,8 @@ class RunningJobAnnouncer:
     """Announces a running job at the rendezvous address while none of the job's launchers listens there.
 
     A supervisor may restart the job's first launcher with the same command. The restarted launcher does not have the
-    addresses of the other launchers, but they have its address. Announcements are sent from a separate thread.
+    addresses of the other launchers, but these launchers have the rendezvous address. Announcements are sent from a
+    separate thread.
 
     Args:
         address: The rendezvous address. Its host name is resolved again for each announcement.

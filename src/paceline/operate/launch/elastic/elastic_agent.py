@@ -281,7 +281,7 @@ class ElasticAgent(Launcher):
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
 
     def _tell_of_frozen(self, now_s: float) -> None:
-        """Reports workers that were stopped or resumed to the coordinator, which decides which workers are needed."""
+        """Reports stopped and resumed workers to the coordinator, which decides which workers are needed."""
         assert self._members is not None
         frozen = self._members.frozen(now_s)
         for member in list(self._members.members.values()):

@@ -1,6 +1,6 @@
 """Parsing of the options `--elastic`, `--min-workers`, `--preload` and `--chaos`.
 
-Chaos actions are generated from a seed, without processes or a clock (`actions_of`); `chaos_runner.py` performs them.
+`actions_of` generates chaos actions from a seed, without processes or a clock. `chaos_runner.py` performs the actions.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ElasticOptions:
     """The options of an elastic job.
 
     Attributes:
-        min_workers: The minimum number of workers; the job waits while there are fewer.
+        min_workers: The minimum number of workers. The job waits while it has fewer workers.
         most_replacements: The maximum number of replacements on this machine, or None for no limit.
         chaos: The configuration of random actions, or None.
         preload: The modules to import before forking workers.

@@ -64,7 +64,7 @@ class WorkerChannel:
     def pair(
         cls, selector: selectors.BaseSelector, on_datagram: Callable[[bytes], None]
     ) -> tuple[WorkerChannel, socket.socket]:
-        """Creates a channel; returns it with the worker's end of the socket pair."""
+        """Creates a channel; returns the channel and the worker's end of the socket pair."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours, selector, on_datagram), theirs
 

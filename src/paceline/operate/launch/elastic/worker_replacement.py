@@ -1,7 +1,7 @@
 """Decisions on whether and when to replace a worker that has exited. Uses neither processes nor a clock.
 
-`SlotHistory` decides for one slot. `SlotTable` tracks which slots on a machine are waiting for a worker, and until
-when.
+`SlotHistory` decides for one slot. `SlotTable` tracks which slots on a machine wait for a worker, and when each wait
+ends.
 """
 
 from __future__ import annotations

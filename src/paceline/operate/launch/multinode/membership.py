@@ -1,7 +1,7 @@
 """`Membership`: the state machine that decides which nodes run which generation of workers, and with which ranks.
 
-It uses no sockets, processes or clock: events arrive as method calls with a timestamp, and each call returns orders for
-nodes.
+The state machine uses no sockets, processes or clock. Events arrive as method calls with a timestamp, and each method
+call returns orders for nodes.
 
     GATHERING   the job is waiting for enough nodes; no workers run
     RUNNING     the workers of `members` run, as one generation
@@ -50,7 +50,7 @@ def assign_ranks(
         restart_count: The number of restarts so far.
         max_restarts: The maximum number of restarts.
         run_id: The name of the job.
-        port: The port for torch's store as chosen by the user, or None for the first node's choice.
+        port: The port that the user chose for torch's store, or None to use the port chosen by the first node.
     """
     sizes = [join.workers for join in joins]
     starts = []
@@ -93,7 +93,7 @@ class JobController(Protocol):
         """Removes a node whose launcher and workers have exited."""
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
-        """Removes a node that disconnected or was silent for `silent_s` seconds. Its workers may still be alive."""
+        """Removes a node that disconnected or was silent for `silent_s` seconds. The node's workers may still run."""
 
     def tick(self, now_s: float) -> Orders:
         """Carries out the work that is due at `now_s`."""
@@ -126,7 +126,7 @@ class MembershipPolicy:
         max_restarts: The maximum number of restarts after failures.
         last_call_s: The time to wait for more nodes after each arrival, once `min_nodes` have joined.
         join_timeout_s: The time to wait for `min_nodes` nodes.
-        port: The port for torch's store as chosen by the user, or None.
+        port: The port that the user chose for torch's store, or None.
         return_timeout_s: The time to wait for lost machines if an elastic job cannot continue without them.
         rendezvous_host_first: Whether the node that hosts the rendezvous gets the first ranks, because all other nodes
             can reach this node.

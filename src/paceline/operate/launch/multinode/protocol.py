@@ -1,8 +1,8 @@
 """Protocol of the rendezvous: reports from nodes, orders to nodes, and their encoding as length-prefixed JSON.
 
-Each report and each order is a frozen msgspec struct, so the declarations below also validate received data: a frame
-that does not match any of them raises `MessageError`, and received data is never executed. Orders from an elastic job's
-coordinator and messages from its workers (`train/elastic/protocol.py`) are forwarded unchanged.
+Each report and each order is a frozen msgspec struct, so the declarations below also validate received data. A frame
+that matches none of the declarations raises `MessageError`. Received data is never executed. Orders from an elastic
+job's coordinator and messages from its workers (`train/elastic/protocol.py`) are forwarded unchanged.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class JoinJob(_NodeMessage, frozen=True, tag="Join"):
         serves: Whether the node hosts the rendezvous.
         version: The version of Paceline; versions before 0.1.0 do not send it.
         is_elastic: Whether the launcher was started with `--elastic`.
-        listens: In an elastic job, the address at which other launchers can reach this one if it becomes the
+        listens: In an elastic job, the address at which other launchers can reach this launcher if it becomes the
             coordinator.
         number: The number of the machine if the machine is already part of the job, otherwise -1. A node that is part
             of the job then sends a `Follow`.
@@ -201,13 +201,13 @@ class SnapshotReport(_NodeMessage, frozen=True):
 
 
 class DashboardWatched(_NodeMessage, frozen=True):
-    """Report: whether the live page has viewers. Sent by the node that serves the page."""
+    """Report: whether the live page has viewers. Sent by the node that serves the page, and relayed to other nodes."""
 
     is_on: bool
 
 
 class AskStacks(_NodeMessage, frozen=True):
-    """Report: requests the workers' stacks in a DashboardUpdate. Sent like `DashboardWatched`."""
+    """Report: requests the workers' stacks in a DashboardUpdate. Sent and relayed like `DashboardWatched`."""
 
 
 class DashboardUpdate(_NodeMessage, frozen=True):
@@ -291,7 +291,7 @@ class StartSlots(_NodeMessage, frozen=True):
         first_slot: The number of the node's first slot.
         slots: The total number of slots on all connected nodes.
         run_id: The name of the job.
-        store: The address of the workers' store, or "" if the node must serve its own.
+        store: The address of the workers' store, or "" if the node must serve its own store.
     """
 
     machine: Int64
@@ -308,7 +308,7 @@ class RecordFailures(_NodeMessage, frozen=True):
 
 
 class FollowLauncher(_NodeMessage, frozen=True):
-    """Elastic order: follow the launcher on machine `number`. That launcher itself becomes a candidate."""
+    """Elastic order: follow the launcher on machine `number`. The launcher on that machine becomes a candidate."""
 
     number: Int64
     address: str

@@ -321,7 +321,7 @@ class LauncherProcess:
         return [pipe.fileno() for pipe in self._pipes]
 
     def read(self, stream: int) -> tuple[list[FromLauncher], bool]:
-        """Forwards output from stdout (0) or stderr (1); returns the messages in it, and whether the stream has ended.
+        """Forwards output from stdout (0) or stderr (1); returns the messages, and whether the stream has ended.
 
         Raises:
             ValueError: a message cannot be decoded.
@@ -356,7 +356,7 @@ class LauncherProcess:
             self._process.kill()
 
     def drain(self) -> list[FromLauncher]:
-        """Forwards the remaining output from an exited process; returns the messages in it."""
+        """Forwards the remaining output from an exited process; returns the messages in this output."""
         messages: list[FromLauncher] = []
         for stream in range(2):
             # Another process, such as an ssh helper, may keep the pipe open.
@@ -436,7 +436,7 @@ def hosts_of_file(text: str, name: str) -> tuple[Host, ...]:
     """Parses a host file, whose lines are HOST, HOST:N or HOST slots=N, with comments after #.
 
     Raises:
-        OptionError: a line is malformed; the message contains its number.
+        OptionError: a line is malformed; the message contains the line's number.
     """
     found = []
     for number, line in enumerate(text.splitlines(), start=1):

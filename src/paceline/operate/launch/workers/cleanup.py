@@ -48,7 +48,7 @@ _LONGEST_PATH = 80  # limit of 107 bytes for a Unix socket's path, minus the fil
 
 @dataclass(frozen=True)
 class Cgroup:
-    """A child cgroup of this process's own cgroup. It may not have been created yet."""
+    """A child cgroup of this process's own cgroup. The child cgroup may not exist yet."""
 
     directory: Path
 
@@ -290,8 +290,7 @@ class Cleanup:
         kill_orphans([*self._others, *self._guard.pids])
 
     def end_worker(self, name: str, worker: int, others: Iterable[int]) -> None:
-        """Kills the remaining processes of an exited worker marked with `name`. The workers `others` are still
-        running."""
+        """Kills the remaining processes of one exited worker marked with `name`. The workers `others` still run."""
         self._guard.forget()
         for other in others:
             self._guard.watch(other)

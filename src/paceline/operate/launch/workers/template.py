@@ -34,13 +34,13 @@ _LOOKS, _LOOK_S = 50, 0.01
 
 
 def main() -> None:
-    """Forks a worker for each request; in a worker, runs its script."""
+    """Forks a worker for each request; in a worker, runs the worker's script."""
     launcher, connection = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 4))
     from paceline.operate.launch.workers import bootstrap
 
     bootstrap.die_with_parent(launcher)
-    gc.disable()  # it would search the imported modules for garbage, which takes a tenth of the time to import torch
+    gc.disable()  # searching the modules for garbage would take a tenth of the time to import torch
     with suppress(ImportError):  # the C++ core was built for another Python; workers that need the core report that
         import_module("paceline.comm.rendezvous.rendezvous")  # every worker needs this slow import
 

@@ -89,7 +89,7 @@ class WorkerGroup:
         self._report_s: float | None = None  # time (monotonic) at which to report the first failure, if delayed
 
     def start(self, spec: WorkerSpec) -> None:
-        """Starts a worker after the previous ones, immediately or once the template process is ready.
+        """Starts a worker after the previous workers, immediately or once the template process is ready.
 
         Raises:
             OSError: a process could not be started.
