@@ -15,7 +15,7 @@ TOLD_BY_ALL = frozenset({"wait", "stall", "resume", "view", "end"})
 """Kinds of events that the launchers on all machines report. The report from one launcher is sufficient."""
 
 _NUMBER = (1 << 32) - 1  # mask for a view's number; the higher bits contain the coordinator's term
-_MOST = 20_000  # maximum number of unread notes; if exceeded, the oldest are dropped
+_MOST = 20_000  # maximum number of unread notes; if exceeded, the oldest notes are dropped
 _MOST_LINES = 2000  # maximum number of unread lines of worker output, which must not displace other notes
 
 

@@ -17,7 +17,7 @@ SHARED_MEMORY, TCP = "shared memory", "TCP"
 _WINDOW = 30  # number of measurements kept per link, one per second
 _IDLE_S = 3.0  # a link without a measurement for this long is idle
 _MOST_ROWS = 64
-_WORTH_SHOWING = 0.01  # minimum traffic to display, as a fraction of the busiest link's; hides control messages
+_WORTH_SHOWING = 0.01  # minimum traffic to display, as a fraction of the busiest link's traffic; hides control messages
 
 
 class LinkRates:

@@ -61,7 +61,7 @@ def _members_of(snapshot: JobSnapshot, group: str) -> dict[int, RankState]:
         number: by_rank[rank]
         for member in members.values()
         for number, rank in enumerate(member.seats[group].ranks)
-        if rank in by_rank and snapshot.word == "rank"  # an elastic job's slots are numbered differently from its ranks
+        if rank in by_rank and snapshot.word == "rank"  # in an elastic job, slots are numbered differently from ranks
     }
     return {**awaited, **members}
 

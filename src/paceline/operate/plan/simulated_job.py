@@ -441,7 +441,7 @@ class SimulatedJob:
 
     def _fail(self, left: int) -> None:
         if left == 0:
-            if self._recent_failures:  # a new failure waits until the job has recovered from the previous one
+            if self._recent_failures:  # a new failure is delayed until the job has recovered from the previous failure
                 self.after(self.times.step_s, self._fail, 0)
             else:
                 self._has_ended = True

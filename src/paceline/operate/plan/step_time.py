@@ -28,7 +28,7 @@ EXACT_RANKS = 256
 """The maximum number of ranks for which every size is simulated. With more ranks, only powers of four are simulated."""
 
 SIMULATED_RANKS = 2048
-"""The maximum number of ranks to simulate if one host cannot represent all hosts. Above it, closed forms are used."""
+"""The maximum number of ranks to simulate if one host cannot represent all hosts. Above this, closed forms are used."""
 
 _ON_ONE_HOST = "shared memory"
 

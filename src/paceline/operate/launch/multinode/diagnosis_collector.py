@@ -98,7 +98,7 @@ class DashboardRelay(ControllerMiddleware):
 HOLD_S = 2.0
 PATIENCE_S = 4.0  # time to wait for other nodes' snapshots of a stall
 LAST_PATIENCE_S = 10.0  # time to wait if the cause may be on a missing node that is not lost
-FAILURE_PATIENCE_S = 0.3  # time to wait for snapshots after a failure, which nodes take immediately
+FAILURE_PATIENCE_S = 0.3  # time to wait for snapshots after a failure; nodes take these snapshots immediately
 FAILURE_LAST_PATIENCE_S = 4.0
 
 

@@ -24,8 +24,8 @@ from paceline.operate.launch.ssh.protocol import (
 
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
-PATIENCE_S = 5.0  # time for launchers to exit on their own after one was lost
-OTHER_REASONS_S = 2.0  # time for other launchers to report failed starts after the first one
+PATIENCE_S = 5.0  # time for launchers to exit on their own after a launcher was lost
+OTHER_REASONS_S = 2.0  # time for other launchers to report failed starts after the first failed start
 MARGIN_S = 15.0  # time added to the workers' shutdown timeout
 WRONG_FLAGS = 2  # exit code of a launcher that has not started anything
 
