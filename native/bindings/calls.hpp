@@ -1,4 +1,4 @@
-// Functions shared by the bindings of all channels. Tensors are passed as an address and a number of bytes.
+// Functions shared by the bindings of all channels. Each tensor is passed as an address and a number of bytes.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -30,13 +30,13 @@ ReduceOp to_reduce_op(int code);
 // the tensors that the operation requires.
 void require_valid(const Call& call, int rank, int size, bool is_exact);
 
-// An optimizer update for which Python starts each step.
+// An optimizer update. Python begins each of its steps.
 class CheckedUpdate final : public update::Update {
   public:
     CheckedUpdate(DType dtype, const std::vector<update::ParameterRange>& runs);
 
-    // Begins a step. Throws nb::value_error if a run's group has no options or a run lacks optimizer state that its
-    // rule requires.
+    // Begins a step. Throws nb::value_error if a run's group has no options or a run lacks optimizer state that the
+    // update rule requires.
     void begin_step(const std::vector<update::UpdateOptions>& groups);
 
     // Throws nb::value_error if no step has begun.
@@ -54,7 +54,8 @@ Call to_call(nanobind::handle fields);
 // and include this process.
 int index_among(const std::vector<int>& members, const shm::HostMesh& mesh);
 
-// Handles pending signals (Ctrl-C interrupts a blocked call). Leaves the Python exception set on the calling thread.
+// Handles pending signals, so that Ctrl-C interrupts a blocked call. Returns true if a signal handler raised an
+// exception, and leaves this exception set on the calling thread.
 bool python_interrupted();
 
 // Returns the group's queue. Throws nb::value_error if the group is closed or was inherited through a fork.

@@ -37,7 +37,8 @@ class HostGroup {
 
     HostGroup(const HostGroup&) = delete;
     HostGroup& operator=(const HostGroup&) = delete;
-    // In a forked child the threads that might hold the group's locks do not exist, so the group cannot be destroyed.
+    // The group's locks may be held by threads that exist only in the parent, so a forked child cannot destroy the
+    // group.
     ~HostGroup() {
         if (is_forked_from_member()) static_cast<void>(new std::shared_ptr<CallQueue>(queue_));
     }

@@ -45,8 +45,8 @@ class Message {
     std::shared_ptr<Request> request_;
 };
 
-// A messenger with its lanes, which must outlive it. (If a deleter held the lanes, the messages' weak pointers would
-// keep them alive.)
+// A messenger and its lanes. The lanes must outlive the messenger. (If a deleter held the lanes, the messages' weak
+// pointers would keep them alive.)
 struct MessengerWithLanes {
     explicit MessengerWithLanes(std::shared_ptr<link::LaneSet> held) : lanes(std::move(held)), messenger(*lanes) {}
 
@@ -70,7 +70,8 @@ class ScheduleGroup {
 
     ScheduleGroup(const ScheduleGroup&) = delete;
     ScheduleGroup& operator=(const ScheduleGroup&) = delete;
-    // In a forked child the threads that might hold the group's locks do not exist, so the group cannot be destroyed.
+    // The group's locks may be held by threads that exist only in the parent, so a forked child cannot destroy the
+    // group.
     ~ScheduleGroup() {
         if (!is_forked_from_member()) return;
         static_cast<void>(new std::shared_ptr<CallQueue>(queue_));
@@ -136,8 +137,9 @@ class ScheduleGroup {
     void abort() const { abort_calls(queue_); }
     int failure() const { return failure_of(queue_); }
 
-    // Returns, only once, the first kind of call whose duration differed greatly from its prediction: operation,
-    // algorithm, dtype, number of elements, number of calls, shortest duration and predicted duration (both in ns).
+    // Returns the first kind of call whose duration differed greatly from its prediction: the operation, algorithm,
+    // dtype, number of elements, number of calls, shortest duration and predicted duration (both in ns). Later calls
+    // return None.
     nb::object prediction_miss() const {
         const auto found = queue_ ? queue_->prediction_miss() : std::nullopt;
         if (!found) return nb::none();

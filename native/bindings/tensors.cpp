@@ -11,7 +11,7 @@ namespace nb = nanobind;
 namespace paceline::bindings {
 namespace {
 
-// The beginning of DLPack's DLPackExchangeAPI; its layout is that of all versions 1.x.
+// The first fields of DLPack's DLPackExchangeAPI. They have the same layout in all versions 1.x.
 struct Table {
     std::uint32_t major;
     std::uint32_t minor;
@@ -66,7 +66,7 @@ std::optional<DType> dtype_of(const nb::dlpack::dtype& type) {
     return std::nullopt;
 }
 
-// Returns the number of elements, or nullopt unless they are contiguous in index order.
+// Returns the number of elements, or nullopt if the elements are not contiguous in index order.
 std::optional<std::uint64_t> dense_count(const nb::dlpack::dltensor& found) {
     std::int64_t count = 1;
     bool is_dense = true;

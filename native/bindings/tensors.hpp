@@ -1,4 +1,5 @@
-// Reads PyTorch tensors without accessing their Python attributes, which would take as long as a small all-reduce.
+// Reads PyTorch tensors without accessing their Python attributes, because such accesses take as long as a small
+// all-reduce.
 //
 // Since 2.10 PyTorch offers C functions for this, in a table defined by DLPack 1.2 (`__dlpack_c_exchange_api__`).
 #pragma once
@@ -20,8 +21,8 @@ struct DenseTensor {
 };
 
 // Returns the memory of `object` if it is a dense, contiguous CPU tensor of class torch.Tensor or torch.nn.Parameter
-// whose dtype can be reduced. All other objects must be read in Python, as must all tensors with PyTorch releases
-// before 2.10.
+// whose dtype can be reduced. All other objects must be read in Python. With PyTorch releases before 2.10, this applies
+// to all tensors.
 std::optional<DenseTensor> read_dense(nanobind::handle object);
 
 // Notifies autograd that a tensor read by `read_dense` was modified.
@@ -36,8 +37,8 @@ struct TensorLayout {
     std::vector<std::int64_t> strides;
 };
 
-// Returns the layout of a tensor on any device, or nothing if only Python can determine it: with PyTorch releases
-// before 2.10, and for complex tensors, because DLPack does not report conjugate views.
+// Returns the layout of a tensor on any device, or nullopt if only Python can determine the layout. This is the case
+// with PyTorch releases before 2.10, and for complex tensors, because DLPack does not report conjugate views.
 std::optional<TensorLayout> read_layout(nanobind::handle tensor);
 
 // Returns true if `tensor` still has the layout that `read_layout` returned for it.

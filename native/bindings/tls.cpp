@@ -77,7 +77,7 @@ class TlsConnection {
         }
     }
 
-    // Returns no bytes if the other end has closed the connection.
+    // Returns an empty bytes object if the other end has closed the connection.
     nb::bytes receive(std::size_t max_bytes, double timeout_s) {
         const auto deadline = deadline_in(timeout_s);
         std::array<char, kRecordBytes> data;

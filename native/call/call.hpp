@@ -29,8 +29,8 @@ enum class Operation : std::uint8_t {
     barrier,
 };
 
-// For a call that quantizes tensors between hosts, the algorithm number is this constant plus its Wire. On one host
-// nothing is quantized, but the ranks still compare the number.
+// For a call that quantizes tensors between hosts, the algorithm number is this constant plus the call's Wire. On one
+// host nothing is quantized, but the ranks still compare the number.
 constexpr std::uint8_t kQuantized = 64;
 
 // Returns true if no rank can complete the operation before every rank has begun it.

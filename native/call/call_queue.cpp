@@ -88,7 +88,7 @@ void CallQueue::arrive(RecordedCall& recorded, const Call& call, bool is_async) 
 }
 
 // Runs a call whose start has been recorded; the caller holds `run_mutex_`. Reads the clock only for calls with a
-// predicted duration, which is much longer than a clock read.
+// predicted duration, because such calls take much longer than a clock read.
 Outcome CallQueue::perform(Call& call, RecordedCall& recorded, const Interrupted& interrupted, bool background) {
     const bool is_predicted = call.predicted_ns > 0;
     const auto began = is_predicted ? Clock::now() : Clock::time_point();
@@ -182,7 +182,7 @@ void CallQueue::work() {
             next->call_.is_awaited = &is_awaited;
             outcome = perform(next->call_, next->recorded_, interrupted, true);
         }
-        // Must precede `finish`: a call made after the work is done then runs on its caller's thread.
+        // Must precede `finish`, so that a call made after the work is done runs on its caller's thread.
         pending_.fetch_sub(1, std::memory_order_release);
         next->finish(std::move(outcome));
         next.reset();

@@ -1,4 +1,5 @@
-// Compares the durations of calls with their predictions and stores the first kind of call that differs greatly.
+// Compares the durations of calls with their predictions, and stores the first kind of call whose duration differs
+// greatly from its prediction.
 //
 // Only the shortest of the first calls of each kind is compared, because a rank may be late in some of them.
 #pragma once
@@ -33,7 +34,7 @@ class PredictionMonitor {
     // Adds a successful call, and ignores calls without a prediction. Not thread-safe.
     void note(const Call& call, std::int64_t took_ns);
 
-    // Returns the kind of call that differed greatly, only once. Any thread may call this.
+    // Returns the first mispredicted kind of call; later calls return nullopt. Any thread may call this.
     std::optional<PredictionMiss> take();
 
   private:

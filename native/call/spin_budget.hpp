@@ -1,9 +1,9 @@
 // Decides how long a thread busy-waits for its next call before it sleeps.
 //
 // Waking a thread takes tens of microseconds. Calls tend to arrive at regular intervals. The thread therefore
-// busy-waits for up to twice its previous wait, a strategy that hypervisors use for halt polling. If the previous wait
-// was too long, it busy-waits only briefly. If another program used the core during a busy-wait, the thread sleeps
-// without busy-waiting before each of its next calls.
+// busy-waits for up to twice its previous wait, a strategy that hypervisors use for halt polling. After a wait of more
+// than kMax, it busy-waits only briefly. If another program used the core during a busy-wait, the thread sleeps without
+// busy-waiting before each of its next calls.
 #pragma once
 
 #include <algorithm>

@@ -80,8 +80,8 @@ void attribute_timeout(Outcome& outcome, const WaitChainResult& found, const Gro
 // Returns the cause that the ranks of a group report when they fail a call after a timeout.
 FailureCause cause_of_timeout(const Outcome& outcome, const GroupMembers& members);
 
-// Returns the cause that the rank named `mine` reports if it leaves its other groups because of `outcome`, or an
-// unknown cause if it need not leave. `global_rank` maps group ranks to global ranks.
+// Returns the cause that the rank `mine` reports if it leaves its other groups because of `outcome`, or an unknown
+// cause if it need not leave. `global_rank` maps group ranks to global ranks.
 FailureCause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& global_rank);
 
 }  // namespace paceline

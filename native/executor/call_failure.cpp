@@ -15,8 +15,9 @@ constexpr auto kReasonTimeout = std::chrono::milliseconds(200);
 
 }  // namespace
 
-// Fails the call because a lane to `peer` is closed. Waits briefly for the reason, a goodbye or a failure report, which
-// may arrive later because it is sent over the control lane.
+// Fails the call because a lane to `peer` is closed. First waits briefly for a goodbye or a failure report that
+// contains the reason. These frames are sent over the control lane and may therefore arrive after another lane has
+// closed.
 void Executor::lost(int peer) {
     const auto has = [peer](const std::vector<int>& ranks) {
         return std::find(ranks.begin(), ranks.end(), peer) != ranks.end();

@@ -89,7 +89,7 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
             if (starts.back() != memory.nbytes()) starts = {0};  // no blocks, so a step that uses one does not fit
         }
     };
-    // On a rank that is not the root of a reduce, the schedule reads the tensor as its input and must not change it.
+    // On a rank that is not the root of a reduce, the tensor is the schedule's input and must not be changed.
     const bool reads_only = call.operation == Operation::reduce && lanes_.rank() != call.root;
     lay(Buffer::input, reads_only ? call.outputs : call.inputs);
     lay(Buffer::output, reads_only ? std::vector<ByteStream>{} : call.outputs);
@@ -127,8 +127,8 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     return std::nullopt;
 }
 
-// Sets the size of each packed block to the packed size of its floats. Returns the first step that would assign a
-// different size to a block than an earlier step did, or that converts blocks that the call lacks.
+// Sets the size of each packed block to the packed size of its floats. Returns the first invalid step: it assigns a
+// different size to a block than an earlier step, or converts blocks that the call lacks.
 std::optional<std::uint32_t> Executor::lay_out_wire(const Call& call) {
     wire_kernels_ = find_wire_kernels(schedule_->wire, call.dtype);
     auto& starts = starts_[static_cast<std::size_t>(Buffer::wire)];

@@ -14,7 +14,7 @@ void Messenger::push(int peer, Frame frame, std::vector<std::uint8_t> owned_body
     to.outgoing.push_back({frame, std::move(owned_body), std::move(request), 0});
 }
 
-// Copies the body of a frame, which afterward no longer refers to the request's tensor.
+// Copies the body of a frame, so that the frame no longer refers to the request's tensor.
 void Messenger::copy_body(OutgoingFrame& outgoing) {
     if (!outgoing.request) return;
     const bool in_parts = outgoing.frame.kind == FrameKind::data;

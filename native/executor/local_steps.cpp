@@ -8,8 +8,8 @@
 namespace paceline::executor {
 namespace {
 
-// Number of bytes of floats to convert before driving the lanes again. It is small enough that packed or received data
-// stays in the cache and that socket buffers do not run empty.
+// Number of bytes of floats to convert before driving the lanes again. The number is small enough for packed or
+// received data to stay in the cache, and for socket buffers not to run empty.
 constexpr std::size_t kAtATime = 128 << 10;
 
 }  // namespace

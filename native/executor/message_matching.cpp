@@ -111,8 +111,8 @@ bool Messenger::begin_body(int peer) {
             from.eager_held += charge(frame.nbytes);
             if (from.eager_held > kEagerWindow) return false;
             frame.offset = 0;
-            // A receive that does not match the size or dtype fails only after the body has been read, as does a
-            // receive posted while the body arrives.
+            // If the receive has a different size or dtype, or is posted while the body arrives, it is completed or
+            // failed only after the body has been read.
             if (const auto at = posted_for(frame, peer); at != posted_.end() && matches(frame, **at)) {
                 from.body_for = *at;
                 from.body_for->source_ = peer;
@@ -238,8 +238,8 @@ void Messenger::end_body(int peer) {
             return;
         }
         case FrameKind::failure:
-            // The failure report is forwarded to all ranks: each must have the reason before it detects that this rank
-            // leaves.
+            // The failure report is forwarded to all ranks, because each of them must have the reason before it detects
+            // that this rank leaves.
             if (auto outcome = decode(from.body, lanes_.size()); !outcome)
                 handle_close(peer);
             else if (!failure_)

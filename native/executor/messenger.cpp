@@ -162,7 +162,8 @@ Outcome Messenger::peer_lost_outcome_locked(int peer) {
     return outcome;
 }
 
-// Reports the cause to the mesh. This rank will soon leave its other groups as well, whose ranks then have the cause.
+// Reports the cause to the mesh. This rank will soon leave its other groups as well, and the ranks of those groups then
+// report this cause.
 void Messenger::report_cause_of(const Outcome& outcome) {
     const auto global_rank = [this](int rank) { return lanes_.global_rank(rank); };
     const FailureCause cause = cause_of_leaving(outcome, lanes_.wait_registry().global_rank(), global_rank);

@@ -4,8 +4,8 @@
 // (frame.hpp).
 // - A *request* is a send or a receive of the program. A request is *open* until it is done. A receive without a
 //   matching message is *posted*; a message without a matching receive is *unexpected*. A message matches the first
-//   receive, and a receive the first message, with the same sender (or kAnySource) and tag. Messages with the same tag
-//   therefore keep their order.
+//   posted receive with the same sender (or kAnySource) and tag; a receive matches the first such unexpected message.
+//   Messages with the same tag therefore keep their order.
 // - A message of up to kEagerBytes is *eager*: its bytes follow its frame immediately, and the receiver stores them
 //   until a receive matches. The *window* limits that memory: a sender may have at most kEagerWindow bytes of eager
 //   messages without a *credit* from the receiver. The receiver sends credits for consumed messages in batches of half
@@ -14,17 +14,18 @@
 //   matches. Then the bytes follow as *data* frames of at most kPartBytes, directly from tensor to tensor; other frames
 //   may be sent between them. Each offer takes a frame at the receiver, so at most kMaxOffers to one rank may be
 //   pending; a further send fails as `too_many_offers`.
-// - A receive whose size or dtype differs from its message's fails as a mismatch. The receiver answers an offer with
-//   *refuse*, and the send also fails. An eager message is dropped, because its send has already completed. The group
-//   remains usable.
+// - A receive whose size or dtype differs from that of its message fails as a mismatch. The receiver answers an offer
+//   with *refuse*, and the send also fails. An eager message is dropped, because its send has already completed. The
+//   group remains usable.
 // - *waiting* contains the call in which the sender is waiting; error messages for timeouts and mismatches use it.
 // - *query* and *answer* determine which ranks block a call that has timed out (wait_queries.cpp).
 // - A *failure* is the reason why the sender broke the group. A rank adopts the first failure report that it receives,
-//   fails all of its requests with it, and forwards it to all ranks: each must have the reason before it detects that
-//   another rank leaves. Later failure reports are ignored.
+//   fails all of its requests with it, and forwards it to all ranks, because each of them must have the reason before
+//   it detects that another rank leaves. Later failure reports are ignored.
 // - *goodbye* is the last frame of a rank that destroys its group. Its peers fail their open requests to and from that
 //   rank; all other requests continue. If a lane is closed without a goodbye, its rank has died, and the group is
-//   broken. A rank trusts its peers only with the data: a frame that violates these rules counts as the peer's death.
+//   broken. Peers are not trusted to follow this protocol: a frame that violates these rules counts as the peer's
+//   death.
 //
 // A thread that waits for a request *drives* all control lanes, one thread at a time. The messenger's own thread does
 // so while asynchronous requests are open and no other thread waits.

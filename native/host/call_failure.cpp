@@ -17,8 +17,8 @@ constexpr std::int64_t kServeDelayNs = std::chrono::nanoseconds(WaitRegistry::kS
 // Called after each iteration of the wait loop. Returns false if the call must fail, because this rank failed it or
 // adopted a failure report. `missing` returns the ranks that have not arrived; `since` is the time at which the wait
 // began. The function checks for failure reports from other ranks, aborts, ranks that died or left, the deadline and
-// interrupts, in this order: a rank that failed the call or aborted usually leaves soon afterward, and its failure
-// report or abort is the more precise reason.
+// interrupts. The order matters because a rank that failed the call or aborted usually leaves soon afterward, and its
+// failure report or abort is the more precise reason.
 bool Group::check_events(int iteration, Clock::time_point since, const std::function<RankSet()>& missing,
                          WaitRegistry::Entry& entry) {
     const RankSet lost = this->lost();

@@ -94,8 +94,8 @@ Group::~Group() {
     }
 }
 
-// Sets the number of bytes of a slot that each round of the call may use. Small calls rotate through the slot: when a
-// rank writes to the same bytes again, they have been evicted from the L2 caches, and fetching a line from the shared
+// Sets the number of bytes of a slot that each round of the call may use. Small calls rotate through the slot, so that
+// bytes have been evicted from the L2 caches by the time a rank writes to them again: fetching a line from the shared
 // cache is several times as fast as fetching it from another core's cache.
 void Group::set_stage_bytes(std::size_t nbytes) {
     stage_bytes_ = staged(nbytes, slot_capacity_);

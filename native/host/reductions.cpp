@@ -1,8 +1,8 @@
 // The reductions: all_reduce, reduce and reduce_scatter. Small tensors are passed in the cells. For larger tensors,
 // every rank stages one slot's worth of data per round. With two ranks, both reduce all staged data ("flat"). With more
 // ranks, each rank reduces one slice and collects the other slices one round later ("in slices"). If the ranks span
-// several NUMA nodes or caches, the ranks of each first reduce among themselves ("in blocks"). An all_reduce with a
-// separate input does not modify it; the rank contributes its staged copy.
+// several NUMA nodes or caches, the ranks of each node or cache first reduce among themselves ("in blocks"). An
+// all_reduce with a separate input does not modify it; the rank contributes its staged copy.
 #include <algorithm>
 
 #include "call/poll_interval.hpp"
@@ -116,7 +116,8 @@ bool Group::reduce(Call& call) {
 bool Group::reduce_flat(Call& call, bool receives_result) {
     ByteStream& tensor = call.outputs[0];
     ByteStream input = contribution(call);
-    // Data that would fit into one large part is divided into several parts: one is reduced while the next is staged.
+    // Data that would fit into one large part is divided into several parts, so that one part can be reduced while the
+    // next one is staged.
     const Chunks chunks{tensor.nbytes(), tensor.nbytes() > slot_capacity_ ? slot_capacity_ : slot_bytes_};
     const bool stages = call.operation != Operation::reduce || !receives_result;
     set_stage_bytes(chunks.largest());
@@ -131,7 +132,8 @@ bool Group::reduce_flat(Call& call, bool receives_result) {
 }
 
 bool Group::reduce_large(Call& call, bool receives_result) {
-    // These dtypes must be rounded only once (reduce.hpp), but blocks would round the sum of each block as well.
+    // Sums of these dtypes must be rounded only once (reduce.hpp), but a reduction in blocks would also round the sum
+    // of each block.
     const bool in_blocks = block_ != 0 && call.dtype != DType::f16 && call.dtype != DType::bf16;
     return in_blocks ? reduce_in_blocks(call, receives_result) : reduce_in_slices(call, receives_result);
 }

@@ -11,8 +11,8 @@
 namespace paceline::host {
 namespace {
 
-// Returns the index of `operation` among the measured operations, those in which all ranks stage and read in the same
-// way. Returns an index past the end for other operations.
+// Returns the index of `operation` among the measured operations, or an index past the end for other operations. In a
+// measured operation, all ranks stage and read in the same way.
 std::size_t number_of(Operation operation) {
     switch (operation) {
         case Operation::all_reduce:

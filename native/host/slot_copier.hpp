@@ -2,8 +2,8 @@
 //
 // Ranks whose cores share a cache read each other's data fastest from that cache. Between other cores, fetching a line
 // from another core's cache takes several times as long as fetching it from memory. The faster method changes when the
-// scheduler or a hypervisor moves a rank. A group therefore measures both methods in some of its calls, the same calls
-// on all ranks, and uses the faster method in all other calls.
+// scheduler or a hypervisor moves a rank. A group therefore measures both methods in some of its calls and uses the
+// faster method in all other calls. All ranks measure the same calls.
 #pragma once
 
 #include <algorithm>

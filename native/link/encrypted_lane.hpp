@@ -1,8 +1,8 @@
 // A lane over a socket that is encrypted with TLS.
 //
 // If the socket accepts only part of a record, the rest must be written before any other data, and the caller must call
-// `write` again. The lane therefore reports one byte less than it has encrypted; the caller then passes this byte again
-// as the remainder of its data.
+// `write` again. The lane therefore reports one byte less than it has encrypted, so that the caller passes this byte
+// again as the remainder of its data.
 #pragma once
 
 #include "link/socket_lane.hpp"

@@ -55,8 +55,8 @@ SocketLane::SocketLane(int socket) : socket_(socket), guard_([socket] { ::close(
 }
 
 SocketLane::~SocketLane() {
-    // Drains the socket: closing it with unread data would cause a reset, which could overtake the last data sent. A
-    // peer that continues to send still receives a reset.
+    // Drains the socket, because closing it with unread data would cause a reset, which could overtake the last data
+    // sent. A peer that continues to send still receives a reset.
     for (int i = 0; i < kMaxDrained && recv(socket_, ahead_.data(), ahead_.size(), MSG_DONTWAIT) > 0; ++i) {
     }
     guard_.close();

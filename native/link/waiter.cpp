@@ -63,7 +63,8 @@ bool Waiter::sleep(std::chrono::milliseconds timeout) {
             return event.data.u32 == static_cast<std::uint32_t>(sign);
         });
     };
-    // The doorbell must be emptied: a full socket rejects further datagrams, and later rings would not wake any thread.
+    // The doorbell must be emptied, because a full socket rejects further datagrams, so that later rings would not wake
+    // any thread.
     char nothing = 0;
     if (any(EventSource::doorbell))
         while (recv(doorbell_, &nothing, sizeof nothing, MSG_DONTWAIT) >= 0) {

@@ -9,7 +9,7 @@ namespace paceline::link {
 
 class Waiter {
   public:
-    // Throws std::system_error, as does `watch`, if descriptors or memory run out.
+    // The constructor and `watch` throw std::system_error if descriptors or memory run out.
     Waiter();
     Waiter(const Waiter&) = delete;
     Waiter& operator=(const Waiter&) = delete;

@@ -10,8 +10,9 @@ struct Cgroups {
     // The directories of this process's cgroup and of its ancestors, from the innermost to the outermost; some may not
     // exist.
     std::vector<std::string> directories;
-    // True if the directories come from the mount table. If false, they are the default ones, because in a container
-    // the path of the cgroup may be a host path of which only the end or the outermost directory is visible.
+    // True if the directories come from the mount table. If false, no mount contains the cgroup, and the directories
+    // are below the default mount point. Some may be missing: in a container, the cgroup's path may be a host path of
+    // which only the end or the outermost directory is visible.
     bool is_from_mount_table = false;
 };
 

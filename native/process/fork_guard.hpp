@@ -30,8 +30,8 @@ class ForkGuard {
 // Returns true if this process was forked from a process with guards, that is, from a member of a group. A child must
 // not use its parent's links.
 bool is_forked_from_member();
-// Returns the number of forks in this process's ancestry whose parent was a member of a group. An object that stored a
-// different number was inherited from a parent.
+// Returns the number of forks in this process's ancestry in which the parent was a member of a group. An object that
+// stored a different number was inherited from a parent.
 std::uint32_t member_fork_count();
 
 }  // namespace paceline

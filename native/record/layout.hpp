@@ -4,9 +4,9 @@
 //
 // Every entry of a table begins with a stamp: index << 8 | version << 2 | state. A writer claims an entry by setting
 // its state to `kWriting`, stores the fields, and stores a stamp with the next version and the state `kOpen` (it will
-// change again) or 0 (complete). Every field is a word that is stored with release and loaded with acquire, so a reader
-// that loads a new field also loads a changed stamp afterward. A copy is therefore consistent if the stamp is the same
-// before and after. An open entry keeps its place when the ring wraps around; new entries skip it.
+// change again) or 0 (complete). All fields are stored with release and loaded with acquire, so a reader that loads a
+// new field also loads a changed stamp afterward. A copy is therefore consistent if the stamp is the same before and
+// after. An open entry keeps its place when the ring wraps around; new entries skip it.
 #pragma once
 
 #include <atomic>

@@ -1,7 +1,7 @@
 // Detects on its own thread which ranks in the host directory have exited.
 //
 // The thread waits on the directory's change counter and on the futexes of the next kMaxWatchers ranks, in cyclic
-// order. This requires futex_waitv; before Linux 5.16 the thread polls all futexes in short intervals instead. It also
+// order. This requires futex_waitv; before Linux 5.16 the thread polls all futexes at short intervals instead. It also
 // polls all futexes frequently until every rank is present, and occasionally on hosts where a rank has more than
 // kMaxWatchers peers, because all watchers of a rank may die together with that rank. On hosts with many ranks it
 // pauses after each change; without the pause, every departing rank would wake all others. A rank without futexes

@@ -34,7 +34,7 @@
 namespace paceline::shm {
 
 // Another rank's region. If mapping it failed for lack of descriptors or memory, contains the errno instead. Contains
-// neither if the region did not arrive in time or its owner died, left or canceled it.
+// neither if the region did not arrive in time, or if its owner died, left, or canceled the offer.
 struct FetchResult {
     std::shared_ptr<Segment> segment;
     int error = 0;
@@ -76,7 +76,7 @@ class HostMesh {
 
     // Offers `segment` to the other ranks. `id` must not have been used for an earlier region of this rank.
     void offer(RegionId id, std::shared_ptr<Segment> segment);
-    // Withdraws the offer, requests that all ranks that cached the region drop it, and returns the region.
+    // Withdraws the offer, requests all ranks with the region in their caches to drop it, and returns the region.
     std::shared_ptr<Segment> withdraw(RegionId id);
     // Cancels a present or future offer. Ranks that wait for the region then stop waiting.
     void cancel(RegionId id);

@@ -230,7 +230,8 @@ void RegionExchange::reply(int connection, const Segment* segment, int failure) 
         const int fd = segment->fd();
         std::memcpy(CMSG_DATA(ancillary), &fd, sizeof fd);
     }
-    // Errors are ignored: the other rank has exited, or it tries again because too many descriptors were in flight.
+    // Errors are ignored, because the other rank either has exited or tries again (too many descriptors were in
+    // flight).
     static_cast<void>(sendmsg(connection, &header, MSG_NOSIGNAL | MSG_DONTWAIT));
 }
 

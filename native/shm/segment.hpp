@@ -1,7 +1,7 @@
 // Memory mapped by several processes. It is a memfd whose descriptor is passed between processes; the kernel frees it
 // when the last process releases it.
 //
-// The memfd is sealed against shrinking: no process can cause faults in another process by truncating it.
+// The memfd is sealed against shrinking, so that no process can cause faults in another process by truncating it.
 #pragma once
 
 #include <cstddef>

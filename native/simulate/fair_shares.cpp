@@ -50,7 +50,8 @@ const std::vector<std::uint32_t>& FairShares::allocate() {
     return affected_routes_;
 }
 
-// Collects all links that open routes connect, directly or indirectly, to the affected links, and these routes.
+// Collects the changed links and, repeatedly, the open routes that cross a collected link and all links of these
+// routes.
 void FairShares::find_affected() {
     affected_routes_.clear();
     affected_links_.clear();

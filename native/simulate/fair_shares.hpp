@@ -1,5 +1,5 @@
 // Divides links among the transfers that cross them by max-min fairness (Bertsekas and Gallager 1992, section 6.5.2):
-// no transfer can be faster without slowing down one that is not faster than itself.
+// the rate of a transfer cannot be raised without lowering the rate of another transfer that is no faster.
 #pragma once
 
 #include <cstdint>

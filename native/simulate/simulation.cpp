@@ -270,7 +270,7 @@ void Simulation::try_consume(std::uint32_t number) {
     stream.is_consuming = false;
 }
 
-// `is_consuming` prevents steps that this one resumes from consuming the same bytes.
+// `is_consuming` prevents the steps resumed below from consuming the same bytes.
 void Simulation::consume(MessageStream& stream, double nbytes) {
     stream.waiting -= nbytes;
     stream.receiving = advance_along(stream.route->target, *stream.receives, stream.receiving, nbytes);

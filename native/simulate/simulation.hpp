@@ -5,8 +5,8 @@
 // after the latency of its route, and waits at the receiver until the receiving step may consume it. A rank reduces one
 // received piece at a time while other pieces are moving. Consecutive messages to the same peer form one stream.
 //
-// A program represents one rank or a set of equivalent ranks. In the latter case each of its routes represents one
-// route per rank, and `LinkUse::weight` is the number of these routes that cross the link.
+// A program represents one rank or a set of equivalent ranks. Each route of a program that represents a set represents
+// one route per rank, and `LinkUse::weight` is the number of these routes that cross the link.
 #pragma once
 
 #include <cstdint>

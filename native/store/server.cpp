@@ -292,8 +292,8 @@ bool Server::has_room(Connection& connection) {
     return buffered_bytes_ + table_.nbytes() <= kMaxTorchBytes;
 }
 
-// Counts a client that has reached a barrier. The other clients wait for a key, which the last client creates and
-// immediately deletes to wake them; later clients do not wait.
+// Counts a client that has reached a barrier. All clients except the last wait for a key. When the last client arrives,
+// the server creates the key, which wakes the others, and deletes it immediately. Later clients do not wait.
 bool Server::handle_barrier(Connection& connection) {
     Message& request = connection.torch->request();
     const std::int64_t wanted = std::exchange(request.number, 1);

@@ -3,7 +3,7 @@
 // A tensor is packed in groups of kWireGroup elements. The last group may have fewer elements but takes the same number
 // of bytes. An int8 or int4 group starts with its bfloat16 scale, rounded up to make the largest magnitude at most 127
 // (int8) or 7 (int4) times the scale. The product of scale and integer is exact in float32. Unpacking therefore rounds
-// only to dtypes narrower than float32, and all SIMD levels produce identical bits. A group of int8 or int4 that has
+// only to dtypes narrower than float32, and all SIMD levels produce identical bits. An int8 or int4 group that contains
 // NaN, infinity or a magnitude of 2^127 or more is unpacked as NaN; a group whose magnitudes are all below 2^-110 is
 // unpacked as zeros. The conversion to bfloat16 follows IEEE 754 and rounds to nearest even.
 #pragma once
