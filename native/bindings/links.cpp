@@ -138,8 +138,8 @@ class ScheduleGroup {
     int failure() const { return failure_of(queue_); }
 
     // Returns the first kind of call whose duration differed greatly from its prediction: the operation, algorithm,
-    // dtype, number of elements, number of calls, shortest duration and predicted duration (both in ns). Later calls
-    // return None.
+    // dtype, number of elements, number of calls, shortest duration and predicted duration (both in ns). Returns None
+    // if there is no such kind or it was already returned.
     nb::object prediction_miss() const {
         const auto found = queue_ ? queue_->prediction_miss() : std::nullopt;
         if (!found) return nb::none();

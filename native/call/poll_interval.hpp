@@ -9,7 +9,7 @@ namespace paceline {
 
 constexpr std::chrono::milliseconds kPollInterval{20};
 constexpr std::chrono::microseconds kMaxSpin{50};  // how long a waiting thread polls lanes before it sleeps
-constexpr int kPollsPerInterruptCheck = 5;         // each check takes Python's interpreter lock
+constexpr int kPollsPerInterruptCheck = 5;         // each check acquires Python's interpreter lock
 constexpr int kPollsPerSilenceCheck = 25;          // each check queries the kernel about a connection
 
 }  // namespace paceline

@@ -34,7 +34,8 @@ class PredictionMonitor {
     // Adds a successful call, and ignores calls without a prediction. Not thread-safe.
     void note(const Call& call, std::int64_t took_ns);
 
-    // Returns the first mispredicted kind of call; later calls return nullopt. Any thread may call this.
+    // Returns the first mispredicted kind of call, or nullopt if there is none or it was already returned. Any thread
+    // may call this.
     std::optional<PredictionMiss> take();
 
   private:

@@ -1,6 +1,6 @@
 // The kernels, compiled once for each SIMD level: the including file names the namespace in PACELINE_SIMD. They use
-// plain loops and no library templates: the linker could otherwise use an instantiation compiled for a newer CPU in
-// code for older CPUs.
+// plain loops and no library templates, because the linker could otherwise use an instantiation compiled for a newer
+// CPU in code for older CPUs.
 
 #include "reduce/elements.inl"
 

@@ -41,11 +41,11 @@ class Server {
         std::string out;
         std::size_t sent = 0;
         bool blocked = false;                      // `out` is waiting for the socket to become writable
-        std::map<std::string, std::string> wills;  // values to set, by key, when the connection ends
+        std::map<std::string, std::string> wills;  // the values to set when the connection ends, by key
         std::unique_ptr<TorchReader> torch;        // set for PyTorch clients
         bool is_valid = false;                     // whether a PyTorch client has sent its magic number
         std::size_t parked = 0;                    // size in bytes of the client's waiting query
-        std::size_t held = 0;                      // the connection's contribution to held_
+        std::size_t held = 0;                      // the connection's part of `buffered_bytes_`
     };
     using Connections = std::unordered_map<int, Connection>;
 

@@ -1,6 +1,6 @@
 // The kernels, compiled once for each SIMD level: the including file names the namespace in PACELINE_SIMD. As in
-// reduce/kernels.inl, they use plain loops and no library templates: the linker could otherwise use an instantiation
-// compiled for a newer CPU in code for older CPUs.
+// reduce/kernels.inl, they use plain loops and no library templates, because the linker could otherwise use an
+// instantiation compiled for a newer CPU in code for older CPUs.
 
 // Declares that the iterations of the following loop are independent. With Clang, a check at run time determines
 // whether the arrays overlap.

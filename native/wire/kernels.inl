@@ -8,8 +8,8 @@ namespace {
 
 constexpr std::size_t kGroup = kWireGroup;
 
-// Adding 1.5 * 2^23 to a float with a magnitude below 2^22 rounds it to the nearest integer (ties to even), which is
-// then in the low bits.
+// Adding 1.5 * 2^23 to a float with a magnitude below 2^22 rounds it to the nearest integer (ties to even). The integer
+// is then in the low bits.
 constexpr float kRounder = 12582912.0F;
 constexpr std::uint32_t kRounderBits = 0x4b400000U;
 

@@ -1,4 +1,5 @@
-// Tests that an abort ends all waits of a group's ranks over lanes: calls, messages, and large messages in transfer.
+// Tests that an abort ends every wait of a group that uses lanes: for calls, for messages, and for large messages in
+// transfer.
 #include <atomic>
 
 #include "executor/executor.hpp"
@@ -8,7 +9,7 @@ namespace {
 
 using namespace ranks;
 
-// A broadcast: all other ranks wait for the first.
+// A broadcast from rank 0, for which all other ranks wait.
 Call star(Rank& at, std::vector<float>& values) {
     std::vector<std::int32_t> flat;
     for (int peer = 1; peer < at.size && at.rank == 0; ++peer) flat.insert(flat.end(), {0, 0, peer, 1, 0, 0, 1, 0, 1});
@@ -40,7 +41,7 @@ void an_abort_ends_calls_that_wait(Over over) {
         std::vector<float> values(70'000);
         if (at.rank == 0) {
             while (waiting != 2) pause(1);
-            pause(50);  // the others sleep by now
+            pause(50);  // by then, the other ranks are asleep
             at.executor.abort();
         } else {
             ++waiting;

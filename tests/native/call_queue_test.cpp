@@ -1,4 +1,5 @@
-// Tests the order and the thread of asynchronous calls, both when the thread busy-waits and when it sleeps.
+// Tests the order of asynchronous calls and the thread that runs them, both when the thread busy-waits and when it
+// sleeps.
 #include "call/call_queue.hpp"
 
 #include <chrono>
@@ -12,9 +13,9 @@ namespace {
 using namespace paceline;
 using namespace std::chrono_literals;
 
-constexpr std::int64_t kHung = 60'000'000'000;  // a limit that no test reaches unless something hangs
+constexpr std::int64_t kHung = 60'000'000'000;  // a limit that a test reaches only if it hangs
 
-// A group of one rank that records the counts of the calls that it has run.
+// A group of one rank that records the `count` of each call.
 class SingleRankCollectives final : public Collectives {
   public:
     SingleRankCollectives(std::vector<std::uint64_t>& ran, bool has_spare_core)
@@ -39,7 +40,7 @@ Call call_number(std::uint64_t number) {
     return call;
 }
 
-// The pauses are shorter than the thread's spin budget, equal to it, and longer.
+// The pauses are shorter than, equal to, and longer than the thread's spin budget.
 void calls_run_in_order_whatever_their_intervals(bool has_spare_core) {
     std::vector<std::uint64_t> ran;
     CallQueue queue(std::make_unique<SingleRankCollectives>(ran, has_spare_core));
@@ -77,7 +78,7 @@ void several_threads_queue_and_wait_for_calls(bool has_spare_core) {
     CHECK(ran.size() == 601);
 }
 
-// One thread of the process busy-waits, the others sleep, and each is notified of its calls.
+// One thread of the process busy-waits and the other threads sleep. Each thread must be notified of its calls.
 void several_queues_run_alternating_calls(bool has_spare_core) {
     std::vector<std::vector<std::uint64_t>> ran(3);
     std::vector<std::unique_ptr<CallQueue>> queues;
@@ -95,7 +96,7 @@ void a_queue_that_closes_runs_what_it_has_and_refuses_more(bool has_spare_core) 
         std::vector<std::uint64_t> ran;
         CallQueue queue(std::make_unique<SingleRankCollectives>(ran, has_spare_core));
         const auto work = queue.submit(call_number(1));
-        if (i % 2 == 0) CHECK(work->wait(kHung));  // so that the thread already waits for the next one
+        if (i % 2 == 0) CHECK(work->wait(kHung));  // so that the thread is already waiting for the next call
         queue.close();
         CHECK(work->done() && ran.size() == 1);
         const auto late = queue.submit(call_number(2));
@@ -137,7 +138,7 @@ void the_spin_budget_follows_the_intervals() {
     CHECK(spin_budget.left() == SpinBudget::kMax);
     spin_budget.record_wait(SpinBudget::kMax);
     CHECK(spin_budget.left() == SpinBudget::kMax);
-    spin_budget.record_wait(SpinBudget::kMax + 1ns);  // too long to wait for with the core busy
+    spin_budget.record_wait(SpinBudget::kMax + 1ns);  // longer than the maximum busy-wait
     CHECK(spin_budget.left() == SpinBudget::kMin);
 }
 

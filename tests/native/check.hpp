@@ -1,4 +1,4 @@
-// The minimum that a test needs: CHECK ends the program and prints the location and the condition that failed.
+// The assertion for tests: if its condition is false, CHECK prints the condition and its location and ends the program.
 #pragma once
 
 #include <cstdio>
@@ -8,6 +8,6 @@
     do {                                                                                       \
         if (!(condition)) {                                                                    \
             std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition); \
-            std::_Exit(1); /* other threads still run, and use what exit() would destroy */    \
+            std::_Exit(1); /* other threads may use objects that exit() would destroy */       \
         }                                                                                      \
     } while (false)

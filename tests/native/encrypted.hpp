@@ -17,7 +17,7 @@ namespace encrypted {
 
 using namespace paceline;
 
-// Returns true if this machine has no OpenSSL, and prints a message.
+// Prints a message and returns true if this machine has no OpenSSL.
 inline bool unavailable() {
     const auto* const why = std::get_if<std::string>(&tls::library());
     if (why != nullptr) std::fprintf(stderr, "not tested over encrypted connections: %s\n", why->c_str());
@@ -31,7 +31,7 @@ inline std::shared_ptr<const tls::Identity> identity_of(std::uint8_t job,
     return std::make_shared<const tls::Identity>(seed, records_per_key);
 }
 
-// Encrypts a connection of which these are the two ends, and which do not block.
+// Encrypts the connection between `a` and `b`. Both descriptors are non-blocking.
 inline void handshake(tls::Socket& a, tls::Socket& b, const std::shared_ptr<const tls::Identity>& identity) {
     a.session = std::make_unique<tls::Session>(identity, a.descriptor, tls::ConnectionRole::connecting);
     b.session = std::make_unique<tls::Session>(identity, b.descriptor, tls::ConnectionRole::accepting);
@@ -44,7 +44,7 @@ inline void handshake(tls::Socket& a, tls::Socket& b, const std::shared_ptr<cons
     CHECK(of_a && of_b);
 }
 
-// Returns the two ends of an encrypted connection, whose keys change often.
+// Returns the two ends of an encrypted connection. The keys of the connection change often.
 inline std::pair<tls::Socket, tls::Socket> joined() {
     static const std::shared_ptr<const tls::Identity> identity = identity_of(1, 100);
     int ends[2];

@@ -1,4 +1,5 @@
-// Tests schedules over lanes: a ring all-reduce built here by hand, and every way in which a call can fail.
+// Tests schedules over lanes: a ring all-reduce with a schedule built here by hand, and every way in which a call can
+// fail.
 #include "executor/executor.hpp"
 
 #include <atomic>
@@ -18,16 +19,16 @@ using ScheduleOf = std::shared_ptr<const Schedule>;
 constexpr std::int32_t kSend = 0, kReceive = 1, kReduce = 2, kCopy = 3;
 constexpr std::int32_t kInput = 0, kOutput = 1, kScratch = 2;
 
-// In each step, every rank reduces the block that its left neighbor has reduced so far; then the sums are passed
-// around.
+// In each step of the first phase, every rank receives a partly reduced block from its left neighbor and adds its own
+// values. In the second phase, the ranks forward the sums around the ring.
 ScheduleOf ring_all_reduce(int rank, int n) {
     Flat flat;
     const int right = (rank + 1) % n;
     const int left = (rank + n - 1) % n;
     const auto block = [n](int number) { return ((number % n) + n) % n; };
     const auto add = [&](std::int32_t kind, bool final, int peer, int to, int from) {
-        // One by one, since GCC 12 for arm64 warns of an overflow in the vector's own code if they are inserted at
-        // once.
+        // The values are inserted one by one because GCC 12 for arm64 warns of an overflow inside std::vector if they
+        // are inserted at once.
         for (const int value : std::initializer_list<int>{kind, final, peer, 1, to, to >= 0, 1, from, from >= 0})
             flat.push_back(value);
         for (std::size_t at : {flat.size() - 5, flat.size() - 2})
@@ -44,7 +45,7 @@ ScheduleOf ring_all_reduce(int rank, int n) {
     return Schedule::make(1, static_cast<std::uint32_t>(n), rank, n, flat);
 }
 
-// Rank 0 sends its whole tensor to each other rank, which only receives.
+// Rank 0 sends its whole tensor to every other rank. The other ranks only receive.
 ScheduleOf star_broadcast(int rank, int n) {
     Flat flat;
     for (int peer = 1; peer < n && rank == 0; ++peer) flat.insert(flat.end(), {kSend, 0, peer, 1, 0, 0, 1, 0, 1});
@@ -83,7 +84,7 @@ Outcome sum(Rank& at, std::size_t count) {
     std::vector<float> values(count, static_cast<float>(at.rank + 1));
     Call call = all_reduce(at, DType::f32, ReduceOp::sum, count, stream_of(values));
     Outcome outcome = at.executor.run(call, nullptr, false);
-    // The comparison is done in one call, because the sanitizers are slow element by element.
+    // One memcmp for all elements, because with sanitizers a comparison element by element is slow.
     const std::vector<float> sums(count, static_cast<float>(at.size * (at.size + 1) / 2));
     if (outcome.code == OutcomeCode::ok && count != 0)
         CHECK(std::memcmp(values.data(), sums.data(), count * sizeof(float)) == 0);
@@ -137,7 +138,7 @@ void a_list_of_tensors_is_reduced_as_one(Over over) {
         std::vector<std::vector<float>> list;
         std::vector<ByteRange> ranges;
         std::size_t count = 0;
-        // The ranks divide their lists differently.
+        // The ranks divide their tensor lists at different offsets.
         for (std::size_t n = at.rank == 0 ? 1 : 30'000; count < 300'000; n = n * 7 % 40'009) {
             n = std::min(n, 300'000 - count);
             list.emplace_back(n, static_cast<float>(at.rank + 1));
@@ -158,8 +159,8 @@ void a_schedule_that_does_not_fit_its_call_is_refused() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         const int other = 1 - at.rank;
         const Flat good = {kSend, 0, other, kOutput, 0, 0, kOutput, 0, 2};
-        const Flat bad[] = {{kSend, 0, other, kOutput, 0, 0, kOutput, 1, 2},  // there are two blocks
-                            {kSend, 0, other, kOutput, 0, 0, kInput, 0, 1},   // the input has none
+        const Flat bad[] = {{kSend, 0, other, kOutput, 0, 0, kOutput, 1, 2},  // there are only two blocks
+                            {kSend, 0, other, kOutput, 0, 0, kInput, 0, 1},   // the input has no blocks
                             {kReceive, 0, other, kScratch, 2, 1, kOutput, 0, 0},
                             {kReduce, 0, other, kOutput, 0, 1, kScratch, 4, 1},
                             {kCopy, 0, -1, kOutput, 0, 1, kOutput, 1, 1}};  // the blocks have 4 and 3 elements
@@ -190,15 +191,15 @@ void a_mismatch_reaches_every_rank() {
     with_ranks(3, 2, Over::sockets, [&](Rank at) {
         CHECK(sum(at, 100).code == OutcomeCode::ok);
         ++done;
-        while (done < 3) pause(1);  // a rank still in the first call would see the second call's failure in it
+        while (done < 3) pause(1);  // the second call's failure would also fail a rank that is still in the first call
         const Outcome outcome = sum(at, at.rank == 1 ? 7 : 8);
         CHECK(outcome.code == OutcomeCode::mismatch && outcome.calls.size() == 3 && outcome.reporter >= 0);
         CHECK(outcome.calls[1].count == 7 || outcome.calls[1].sequence < 2);
-        CHECK(sum(at, 8).code == OutcomeCode::mismatch);  // permanently broken
+        CHECK(sum(at, 8).code == OutcomeCode::mismatch);  // the group is permanently broken
     });
 }
 
-// The root of a broadcast is done when its bytes have been sent.
+// The root of a broadcast completes its call once its bytes have been sent.
 void a_mismatch_fails_the_next_call_of_a_rank_that_was_done() {
     std::atomic<bool> failed = false;
     with_ranks(3, 1, Over::sockets, [&](Rank at) {
@@ -210,7 +211,7 @@ void a_mismatch_fails_the_next_call_of_a_rank_that_was_done() {
             failed = true;
         }
         while (!failed) pause(1);
-        // A rank that never waits checks for failures once per interval.
+        // A rank that never waits checks for failures once per poll interval.
         pause(2 * static_cast<int>(kPollInterval.count()));
         Call next = broadcast(at, values);
         CHECK(at.executor.run(next, nullptr, false).code == OutcomeCode::mismatch);
@@ -239,7 +240,7 @@ void a_missing_rank_is_named_with_its_latest_call() {
     });
 }
 
-// Rank 2 begins to wait and then stops, and rank 0, which does not wait for it, is the first to time out.
+// Rank 2 stops while it is waiting. Rank 0 is the first to time out, although it does not wait for rank 2.
 void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
     std::atomic<bool> held = false;
     std::atomic<int> ranks_done = 0;
@@ -251,7 +252,7 @@ void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
         };
         if (at.rank == 0)
             while (!held) pause(1);
-        std::vector<float> values(400'000, 1.0F);  // more than the lanes hold
+        std::vector<float> values(400'000, 1.0F);  // more data than the lanes can buffer
         const std::int64_t timeout_ns = at.rank == 0 ? kSecond : kHung;
         Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values), timeout_ns);
         const Outcome outcome = at.executor.run(call, at.rank == 2 ? stop : nullptr, false);
@@ -261,7 +262,7 @@ void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
     });
 }
 
-// Rank 0 begins a broadcast late that rank 1 forwards to rank 2.
+// Rank 0 begins late a broadcast that rank 1 forwards to rank 2.
 void a_rank_that_blocks_a_chain_has_not_begun() {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;
@@ -282,7 +283,7 @@ void a_rank_that_blocks_a_chain_has_not_begun() {
     });
 }
 
-// Rank 3 makes no call, rank 2 waits for its message, and the others wait for rank 2.
+// Rank 3 makes no call, rank 2 waits for a message from rank 3, and ranks 0 and 1 wait for rank 2.
 void a_waiting_rank_is_distinguished_from_the_blocking_rank(Over over) {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;
@@ -311,7 +312,7 @@ void a_waiting_rank_is_distinguished_from_the_blocking_rank(Over over) {
     });
 }
 
-// Rank 1 waits for rank 2 in a group of their own, of which rank 0 is no member.
+// Rank 1 waits for rank 2 in a second group, which does not contain rank 0.
 void a_rank_that_blocks_another_group_is_found() {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;
@@ -347,7 +348,7 @@ void a_rank_that_blocks_another_group_is_found() {
     });
 }
 
-// Each of two ranks waits for the other one, in different calls.
+// Two ranks wait for each other in different calls.
 void ranks_in_a_deadlock_receive_that_outcome(Over over) {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;
@@ -370,11 +371,12 @@ void ranks_in_a_deadlock_receive_that_outcome(Over over) {
     });
 }
 
-// The root of a broadcast has finished and returned; if rank 2 does not receive its data, only rank 2 is responsible.
+// Rank 0 sends its data and returns, but rank 1 does not forward the data. When rank 2 times out, only rank 1 is
+// responsible.
 void a_rank_that_did_its_part_is_not_among_the_missing() {
     std::atomic<bool> ranks_done = false;
     with_ranks(3, 1, Over::sockets, [&](Rank at) {
-        Flat flat;  // 0 sends to 1, which forwards to 2
+        Flat flat;  // rank 0 sends to rank 1, which forwards to rank 2
         if (at.rank < 2) flat.insert(flat.end(), {kSend, 0, at.rank + 1, 1, 0, 0, 1, 0, 1});
         if (at.rank > 0) flat.insert(flat.begin(), {kReceive, 0, at.rank - 1, 1, 0, 1, 1, 0, 0});
         std::vector<float> values(10);
@@ -398,7 +400,7 @@ void a_rank_that_leaves_is_named(Over over) {
             if (at.rank == 2) {
                 if (in_the_middle) pause(100);
                 at.messenger.close();
-                while (ranks_done < 2) pause(5);  // its other groups still work
+                while (ranks_done < 2) pause(5);  // the rank has left only this group
                 return;
             }
             const Outcome outcome = sum(at, 500'000);

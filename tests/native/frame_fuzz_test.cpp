@@ -1,7 +1,7 @@
-// Tests that any bytes from a corrupt peer lead to an orderly failure, promptly and without much memory.
+// Tests that arbitrary bytes from a corrupt peer cause an orderly failure, soon and without large allocations.
 //
-//     frame_fuzz_test [rounds] [seed]    mutates the streams in corpus/frames
-//     frame_fuzz_test --write            rewrites those files
+// frame_fuzz_test [rounds] [seed]    mutates the streams in corpus/frames frame_fuzz_test --write            rewrites
+// these files
 #include <dirent.h>
 #include <unistd.h>
 
@@ -97,7 +97,8 @@ Bytes failure(OutcomeCode code) {
     return encode(outcome);
 }
 
-// Writes what a correct peer sends to the victim below: "control-" streams on the control lane, "bulk-" on the other.
+// Writes the streams that a correct peer would send to rank 0 in `one_round`: those named "control-" on the control
+// lane, and those named "bulk-" on the bulk lane.
 void write_corpus() {
     const auto write = [](const std::string& name, const Bytes& bytes) {
         std::ofstream file(kDirectory + "/" + name + ".bin", std::ios::binary);
@@ -172,7 +173,7 @@ std::vector<CorpusEntry> read_corpus() {
 Bytes mutated(const std::vector<CorpusEntry>& corpus, std::size_t which, RandomNumbers& chance) {
     Bytes bytes = corpus[which].bytes;
     for (std::size_t times = chance.below(5); times != 0 && !bytes.empty(); --times) {
-        // Most of a stream is payload; the header fields are at the front of each frame.
+        // Mutations favor the front of each frame, where the header fields are, because most of a stream is payload.
         const std::size_t at =
             chance.below(chance.below(3) == 0 ? bytes.size() : std::min<std::size_t>(200, bytes.size()));
         const std::uint64_t values[] = {0,
@@ -225,14 +226,14 @@ Bytes mutated(const std::vector<CorpusEntry>& corpus, std::size_t which, RandomN
     return bytes;
 }
 
-// Sends as much as the socket accepts now.
+// Sends as many bytes as the socket accepts without blocking, up to `most`, and removes them from `bytes`.
 void send_some(int fd, Bytes& bytes, std::size_t most) {
     const ssize_t n = send(fd, bytes.data(), std::min(most, bytes.size()), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n > 0) bytes.erase(bytes.begin(), bytes.begin() + n);
 }
 
-// Runs rank 0 of two with messages in progress and, if `collective`, in a broadcast. Rank 1 sends `control` and `bulk`
-// and then disconnects.
+// Runs rank 0 of a group of two, with messages in progress and, if `collective` is true, in a broadcast. Rank 1 sends
+// `control` and `bulk` and then disconnects.
 void one_round(Bytes control, Bytes bulk, bool collective, RandomNumbers& chance) {
     const auto started = Clock::now();
     const auto [mine, theirs] = joined();
@@ -282,7 +283,7 @@ void one_round(Bytes control, Bytes bulk, bool collective, RandomNumbers& chance
 void every_stream_of_bytes_ends_in_an_orderly_failure(std::size_t rounds, std::uint64_t seed) {
     const std::vector<CorpusEntry> corpus = read_corpus();
     RandomNumbers chance(seed);
-    for (std::size_t which = 0; which < corpus.size(); ++which) {  // first without mutations
+    for (std::size_t which = 0; which < corpus.size(); ++which) {  // each stream once without mutations
         const bool bulk = corpus[which].name.starts_with("bulk");
         one_round(bulk ? Bytes{} : corpus[which].bytes, bulk ? corpus[which].bytes : Bytes{}, true, chance);
     }

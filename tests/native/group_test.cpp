@@ -1,4 +1,4 @@
-// Tests the host collectives with threads as ranks, each with its own mesh and group.
+// Tests the collectives of host groups. Each rank is a thread with its own mesh and group.
 #include "host/group.hpp"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ using namespace paceline::host;
 
 constexpr std::size_t kSlot = 4096;
 constexpr std::int64_t kSecond = 1'000'000'000;
-constexpr std::int64_t kHung = 60 * kSecond;  // a limit that no test reaches unless something hangs
+constexpr std::int64_t kHung = 60 * kSecond;  // a limit that a test reaches only if it hangs
 
 struct Rank {
     int rank;
@@ -81,7 +81,8 @@ void sums_are_right_for_every_size() {
         });
 }
 
-// Rounding shows the order: with 2^24 from rank 0 and 1 from every other, each sum of two numbers is rounded.
+// The result depends on the order of the additions: rank 0 contributes 2^24 and every other rank 1, and 2^24 + 1 is
+// rounded to 2^24.
 float in_the_order_of_the_tree(int low, int high) {
     if (high - low == 1) return low == 0 ? 16777216.0f : 1.0f;
     int half = 1;
@@ -96,7 +97,7 @@ void a_sum_out_of_place_follows_the_tree_and_leaves_its_input() {
                 const float mine = at.rank == 0 ? 16777216.0f : 1.0f;
                 std::vector<float> input(count, mine), output(count, -1.0f);
                 Call call = sum_of(output);
-                // The ranges of input and output may end at different places.
+                // The ranges of the input and the output may end at different offsets.
                 auto* const bytes = reinterpret_cast<std::uint8_t*>(input.data());
                 const std::size_t first = count / 3 * 4;
                 call.inputs.emplace_back(std::vector<ByteRange>{{bytes, first}, {bytes + first, 4 * count - first}});
@@ -107,7 +108,7 @@ void a_sum_out_of_place_follows_the_tree_and_leaves_its_input() {
         });
 }
 
-// On a simulated machine with several nodes, whose ranks reduce in blocks.
+// The ranks are on a simulated machine with several NUMA nodes, so they reduce in blocks.
 void sums_in_blocks_have_the_bits_of_those_without() {
     for (const auto& [n, in_node] : {std::pair{8, 4}, {12, 4}, {16, 8}})
         with_ranks(
@@ -186,7 +187,7 @@ void a_mismatch_fails_equally_and_leaves_the_group_usable() {
     });
 }
 
-// Rank 0 begins the call when rank 1 is waiting, so that only rank 2 is missing.
+// Rank 0 begins the call once rank 1 is waiting, so that only rank 2 is missing.
 void a_missing_rank_is_named_after_the_timeout() {
     std::atomic<bool> waits{false};
     std::atomic<int> cause{0};
@@ -206,20 +207,20 @@ void a_missing_rank_is_named_after_the_timeout() {
         CHECK(outcome.code == OutcomeCode::timed_out);
         CHECK((outcome.missing == std::vector<int>{2}));
         Call later = barrier(kHung);
-        CHECK(at.group.run(later, nullptr, false).code == OutcomeCode::timed_out);  // permanently broken
+        CHECK(at.group.run(later, nullptr, false).code == OutcomeCode::timed_out);  // the group is permanently broken
         ++cause;
     });
 }
 
-// The first two ranks time out, and the others begin the call one by one: the last one reads the failure reports of
-// all.
+// The first two ranks time out before the other ranks begin the call, one after another. The last rank reads the
+// failure reports of all other ranks.
 void a_call_that_failed_on_some_ranks_fails_on_late_ranks() {
     std::atomic<int> called{0};
     with_ranks(4, [&](Rank at) {
         Call first = barrier(kHung);
         CHECK(at.group.run(first, nullptr, false).code == OutcomeCode::ok);
         while (at.rank > 1 && called < at.rank) pause(1);
-        Call call = barrier(kSecond);  // long enough for the first two to begin together
+        Call call = barrier(kSecond);  // long enough for ranks 0 and 1 to begin the call together
         const Outcome outcome = at.group.run(call, nullptr, false);
         CHECK(outcome.code == OutcomeCode::timed_out && !outcome.has_begun);
         CHECK((outcome.missing == std::vector<int>{2, 3}));
@@ -228,7 +229,7 @@ void a_call_that_failed_on_some_ranks_fails_on_late_ranks() {
     });
 }
 
-// An `Interrupted` that reports its first call, and then blocks its rank until `until`.
+// Returns an `Interrupted` that sets `held` and then blocks its rank until `until` is true.
 Interrupted hold_up(std::atomic<bool>& held, const std::atomic<bool>& until) {
     return [&] {
         held = true;
@@ -237,7 +238,8 @@ Interrupted hold_up(std::atomic<bool>& held, const std::atomic<bool>& until) {
     };
 }
 
-// Rank 2 withdraws only the round number of the second call, and rank 0 has not yet read that of the first call.
+// After the second call has failed, rank 2 withdraws only its round number for that call. Rank 0 has not yet read rank
+// 2's number for the first call and must still be able to complete it.
 void a_call_that_others_completed_is_completed_after_they_failed() {
     std::atomic<bool> held{false};
     std::atomic<bool> failed{false};
@@ -308,7 +310,7 @@ void an_abort_ends_the_calls_of_every_rank() {
         Call call = barrier(kHung);
         if (at.rank == 2) {
             while (waiting != 2) std::this_thread::yield();
-            pause(50);  // the others sleep by now
+            pause(50);  // by then, the other ranks are asleep
             at.group.abort();
         } else {
             ++waiting;
@@ -325,7 +327,7 @@ void an_abort_ends_the_calls_of_every_rank() {
 
 void an_abort_on_another_thread_ends_the_own_call() {
     with_ranks(2, [](Rank at) {
-        if (at.rank == 1) {  // makes no call, so only the abort can end the other one's
+        if (at.rank == 1) {  // makes no call, so only the abort can end the call of the other rank
             while (at.group.failure() == OutcomeCode::ok) std::this_thread::yield();
             return;
         }
@@ -344,7 +346,6 @@ ByteStream bytes_of(std::vector<float>& values) {
     return ByteStream({{reinterpret_cast<std::uint8_t*>(values.data()), 4 * values.size()}});
 }
 
-// Some ranks store the results that they apply and others do not, and slices are longer than a slot.
 void calls_without_data_succeed() {
     for (const int n : {1, 2, 3})
         with_ranks(n, [n](Rank at) {
@@ -367,8 +368,7 @@ void calls_without_data_succeed() {
         });
 }
 
-// A call's rounds use different parts of the slots than those of the previous call, and some use a different method to
-// copy.
+// The rounds of consecutive calls use different parts of the slots, and some calls use a different copy method.
 void many_calls_in_a_row_move_the_data_of_their_own() {
     constexpr int kCalls = 150;
     for (const int n : {2, 3, 4})
@@ -396,6 +396,7 @@ void many_calls_in_a_row_move_the_data_of_their_own() {
         });
 }
 
+// Only some ranks store the sums that they apply. The longest slices are longer than a slot.
 void an_update_is_applied_to_sums_that_are_stored_or_not() {
     for (const int n : {1, 2, 3, 5})
         with_ranks(n, [n](Rank at) {

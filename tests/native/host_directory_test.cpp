@@ -1,4 +1,4 @@
-// Tests the host directory and the host mesh: exits are detected, doorbells wake ranks, and memory is shared.
+// Tests the host directory and the host mesh: the detection of exits, doorbells, and shared memory.
 #include "shm/host_directory.hpp"
 
 #include <sys/resource.h>
@@ -24,7 +24,7 @@ namespace {
 using namespace paceline;
 using namespace paceline::shm;
 
-constexpr std::chrono::seconds kHung{60};  // a limit that no test reaches unless something hangs
+constexpr std::chrono::seconds kHung{60};  // a limit that a test reaches only if it hangs
 
 HostMesh::Deadline in_time() {
     return std::chrono::steady_clock::now() + kHung;
@@ -36,7 +36,7 @@ std::shared_ptr<HostDirectory> directory_of(int ranks) {
     return directory;
 }
 
-// A thread stands in for the process of a rank, since the kernel does the same for both.
+// A thread represents the process of a rank, because the kernel releases robust futexes when either of them exits.
 void exit_with_futexes(const HostDirectory& directory, int rank) {
     RobustFutexes futexes(directory, rank);
     std::thread([&] {
@@ -57,7 +57,7 @@ void await(const HostDirectory& directory, int rank, RankState state) {
 
 void the_release_of_futexes_by_the_kernel_is_detected(bool uses_futex_waitv) {
     const auto directory = directory_of(3);
-    RegionExchange listens;  // for longer than the watch, which else sees its end too
+    RegionExchange listens;  // destroyed after `watch`, which would otherwise detect that it stops listening
     std::promise<void> notified;
     FailureDetector watch(directory, 0, [&notified] { notified.set_value(); }, uses_futex_waitv);
     directory->entry(2).listener = listens.listener_name();
@@ -68,8 +68,8 @@ void the_release_of_futexes_by_the_kernel_is_detected(bool uses_futex_waitv) {
     CHECK(directory->entry(1).state == RankState::lost && directory->entry(2).state == RankState::present);
 }
 
-// Rank 0 waits for the futexes of ranks 1 to kMaxWatchers only; the exits of others are reported to it, or detected by
-// infrequent checks.
+// Rank 0 waits only for the futexes of ranks 1 to kMaxWatchers. The exits of other ranks are reported to rank 0 or
+// detected by its infrequent checks.
 void an_exit_is_detected_by_ranks_that_do_not_wait_on_its_futexes() {
     const int ranks = kMaxWatchers + 10, dead = kMaxWatchers + 5;
     const auto directory = directory_of(ranks);
@@ -134,7 +134,7 @@ void a_process_that_is_killed_is_lost_at_once() {
     CHECK(waitpid(child, nullptr, 0) == child);
 }
 
-// Calls `body` with the mesh of each of n ranks, on a thread each.
+// Calls `body` with the mesh of each of n ranks, each on its own thread.
 void with_meshes(int n, const std::function<void(HostMesh&)>& body) {
     const auto directory = directory_of(n);
     std::vector<std::thread> threads;
@@ -225,7 +225,7 @@ void a_rank_without_descriptors_receives_an_error() {
         }
         rlimit limit{};
         CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
-        const rlimit none{3, limit.rlim_max};  // as many as are always open
+        const rlimit none{3, limit.rlim_max};  // only stdin, stdout and stderr
         CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
         const FetchResult found = mesh.fetch(0, 7, in_time());
         CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
@@ -268,12 +268,12 @@ void members_do_not_wait_for_a_member_that_has_left() {
     with_meshes(3, [](HostMesh& mesh) {
         if (mesh.rank() == 1) return;
         const auto shared = GroupSegment::open(mesh, {0, 1, 2}, 9, 64, in_time());
-        CHECK(shared || mesh.rank() == 2);  // rank 0, who has the memory, may have given up and gone before
+        CHECK(shared || mesh.rank() == 2);  // rank 0, which created the memory, may have failed and left already
         CHECK(!shared || !shared->wait_for_all(in_time()));
     });
 }
 
-// Ranks that request memory after its owner has canceled it must not wait for it.
+// A rank that requests memory must not wait for it if the owner has already canceled it.
 void a_canceled_region_is_not_waited_for() {
     std::promise<void> is_canceled;
     const auto started = std::chrono::steady_clock::now();
@@ -296,7 +296,7 @@ void a_canceled_region_is_not_waited_for() {
 void members_do_not_wait_for_a_member_that_has_failed() {
     const auto started = std::chrono::steady_clock::now();
     with_meshes(3, [](HostMesh& mesh) {
-        if (mesh.rank() == 1) {  // makes no request, and remains until the others have left
+        if (mesh.rank() == 1) {  // makes no request and stays until the other ranks have left
             while (!mesh.is_gone(0) || !mesh.is_gone(2)) std::this_thread::yield();
             return;
         }

@@ -1,4 +1,5 @@
-// Tests lanes: bytes arrive unchanged and in order, whatever the sizes, and the end is reported after the last byte.
+// Tests that bytes of all sizes of reads and writes arrive unchanged and in order over a lane, and that the end is
+// reported after the last byte.
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,9 +22,9 @@ using namespace paceline::link;
 
 using Bytes = std::vector<std::uint8_t>;
 
-// Limits that no test reaches unless something hangs, even where a sanitizer and other work slow it down.
+// Limits that a test reaches only if it hangs, even if a sanitizer and other processes slow it down.
 constexpr std::chrono::seconds kHung{60};
-constexpr std::chrono::seconds kSoon{20};  // for what would otherwise end at `kHung`
+constexpr std::chrono::seconds kSoon{20};  // limit for operations that would otherwise end at `kHung`
 
 ByteRange range(Bytes& bytes, std::size_t from, std::size_t nbytes) {
     return {bytes.data() + from, nbytes};
@@ -66,7 +67,7 @@ struct RingStorage {
     Ring ring() { return {&counters, bytes.data(), bytes.size()}; }
 };
 
-// Two rings between a and b; each end wakes the other's waiter.
+// Two rings between a and b. Each end wakes the waiter of the other end.
 struct RingLanePair final : LanePair {
     RingLanePair() {
         a = std::make_unique<RingLane>(
@@ -83,7 +84,8 @@ struct RingLanePair final : LanePair {
     }
 };
 
-// Tests of both kinds of lane take a `Connect`. They are not templates, so that the compiler reports unused ones.
+// Tests that run over several kinds of lane have a `Connect` parameter. They are not templates, so that the compiler
+// reports unused tests.
 using Connect = std::unique_ptr<LanePair> (*)();
 
 std::unique_ptr<LanePair> by_sockets() {
@@ -160,7 +162,7 @@ void a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(Connect connect) {
         CHECK(n >= 0);
         read += static_cast<std::size_t>(n);
         if (n != 0) continue;
-        const ByteRange last = range(bytes, 0, 1);  // finishes a record that the socket has taken in part
+        const ByteRange last = range(bytes, 0, 1);  // completes a record of which the socket accepted only a part
         CHECK(pair->a->write({&last, 1}) == 1);
         ++held;
     }
@@ -186,7 +188,7 @@ void bytes_sent_before_the_end_are_read_before_it(Connect connect) {
     received.resize(read);
     CHECK(received == sent);
     const ByteRange back = range(sent, 0, 10);
-    CHECK(pair->b->read({&back, 1}) == kClosed);  // repeatedly
+    CHECK(pair->b->read({&back, 1}) == kClosed);  // also when read again
 }
 
 void a_socket_closed_with_unread_bytes_still_delivers(Connect connect) {
@@ -194,7 +196,7 @@ void a_socket_closed_with_unread_bytes_still_delivers(Connect connect) {
     LanePair& pair = *both;
     Bytes bytes = pattern(100);
     const ByteRange out = range(bytes, 0, 100);
-    CHECK(pair.b->write({&out, 1}) == 100);  // never read by a
+    CHECK(pair.b->write({&out, 1}) == 100);  // lane a never reads these bytes
     CHECK(pair.a->write({&out, 1}) == 100);
     pair.a.reset();
     Bytes received(100);
@@ -205,7 +207,7 @@ void a_socket_closed_with_unread_bytes_still_delivers(Connect connect) {
     CHECK(pair.b->write({&out, 1}) == kClosed);
 }
 
-// The bytes that the peer sent before it exited can be read after a write has failed.
+// Bytes that the peer sent before it exited can still be read after a write to it has failed.
 void a_failed_write_does_not_end_reading(Connect connect) {
     const std::unique_ptr<LanePair> pair = connect();
     Bytes bytes = pattern(50'000);
@@ -220,7 +222,7 @@ void a_failed_write_does_not_end_reading(Connect connect) {
     CHECK(pair->b->read({&in, 1}) == kClosed);
 }
 
-// Of a record that the socket takes in part, the last byte is offered again, whatever follows it.
+// If the socket accepts only part of a record, the caller passes the last byte again, regardless of the data after it.
 void what_was_begun_is_finished_before_anything_else() {
     EncryptedLanePair pair;
     Bytes sent;
@@ -246,7 +248,7 @@ void what_was_begun_is_finished_before_anything_else() {
     CHECK(received == sent);
 }
 
-// A read that leaves bytes in the session must not put the reader to sleep.
+// A reader must not sleep while its session still contains bytes.
 void bytes_that_were_read_ahead_keep_a_reader_awake() {
     EncryptedLanePair pair;
     Bytes bytes = pattern(100);
@@ -299,7 +301,7 @@ void a_read_without_ranges_reports_the_end_of_a_rings_peer() {
     CHECK(pair.b->read({}) == 0);
     pair.a->finish();
     CHECK(pair.b->read({}) == kClosed);
-    // A peer that has finished writing does not read any more either.
+    // A peer that has finished writing has also stopped reading.
     Bytes bytes(kRingBytes);
     const ByteRange out = range(bytes, 0, bytes.size());
     CHECK(pair.b->write({&out, 1}) == static_cast<std::ptrdiff_t>(kRingBytes));
@@ -341,7 +343,7 @@ void corrupt_counts_in_a_ring_do_no_harm() {
     }
 }
 
-// Both sides sleep with a very long timeout, so a lost wake-up shows as a timeout.
+// Both sides sleep with a very long timeout, so a lost wake-up makes the test time out.
 void an_armed_sleeper_is_woken() {
     const auto pair = std::make_unique<RingLanePair>();
     const auto started = std::chrono::steady_clock::now();

@@ -1,4 +1,4 @@
-// Tests the measurements of plain and encrypted connections (bytes, round trips, overdue responses) and their storage.
+// Tests that bytes, round trips and overdue responses of plain and encrypted connections are measured and recorded.
 #include "link/link_meter.hpp"
 
 #include <fcntl.h>
@@ -56,14 +56,14 @@ bool the_kernel_tells_all() {
     return size > sizeof(int);
 }
 
-// Waits until `has_come`, for ten seconds at most.
+// Waits until `has_come` returns true, for at most ten seconds.
 void wait_until(const std::function<bool()>& has_come) {
     const auto until = Clock::now() + std::chrono::seconds(10);
     while (!has_come() && Clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     CHECK(has_come());
 }
 
-// Moves bytes from one lane to the other.
+// Transfers bytes from one lane to the other.
 void move(Lane& from, Lane& to, std::size_t nbytes) {
     std::vector<std::uint8_t> sent(nbytes, 7), received(nbytes);
     std::size_t handle = 0, read = 0;

@@ -1,4 +1,4 @@
-// Tests the detected domains of processes on simulated machines, and which ranks reduce among themselves.
+// Tests the domains that are detected for processes on simulated machines, and the block sizes for reductions.
 #include "process/locality_domain.hpp"
 
 #include <cstdlib>
@@ -18,8 +18,8 @@ void write(const std::filesystem::path& path, const std::string& text) {
     std::ofstream(path) << text << '\n';
 }
 
-// Two nodes of eight cores, each with two caches, whose cores are not numbered in a row: a node's second four are its
-// hyperthreads.
+// A machine with two nodes. Each node has two caches and eight logical cores, which are not numbered consecutively: the
+// last four are the hyperthreads of the first four.
 std::filesystem::path machine() {
     std::string name = std::filesystem::temp_directory_path() / "paceline-domain-XXXXXX";
     CHECK(mkdtemp(name.data()) != nullptr);
@@ -55,7 +55,7 @@ void a_domain_contains_all_cores_of_its_process() {
     std::filesystem::remove_all(root);
 }
 
-// Ranks in a row: how many, on which node, with which cache.
+// A number of consecutive ranks on the same node and with the same cache.
 struct RankRange {
     std::size_t ranks;
     int node;
@@ -74,7 +74,7 @@ void blocks_are_powers_of_two_that_fit_into_every_part() {
     CHECK(block({{8, 0, 0}, {4, 1, 4}}) == 4);
     CHECK(block({{8, 0, 0}, {8, 1, 4}, {8, 0, 0}}) == 8);
     CHECK(block({{4, 0, 0}, {4, 0, 4}}) == 4);                         // one node with two caches
-    CHECK(block({{4, 0, 0}, {4, 0, 4}, {4, 1, 8}, {4, 1, 12}}) == 8);  // nodes count before caches
+    CHECK(block({{4, 0, 0}, {4, 0, 4}, {4, 1, 8}, {4, 1, 12}}) == 8);  // nodes take precedence over caches
 }
 
 void there_are_no_blocks_where_they_would_not_help() {

@@ -1,4 +1,4 @@
-// Tests messages between ranks: order, tags, sizes, and every way in which a message can fail to arrive.
+// Tests messages between ranks: order, tags, sizes, and every way in which a message can fail.
 #include "executor/messenger.hpp"
 
 #include <linux/tcp.h>
@@ -14,7 +14,7 @@ using namespace ranks;
 
 using Bytes = std::vector<std::uint8_t>;
 
-// Copies from one long sequence of numbers, because the sanitizers are slow byte by byte.
+// Copies from one long sequence, because with sanitizers it is slow to compute each byte.
 Bytes pattern(std::size_t nbytes, int seed) {
     static const Bytes run = [] {
         Bytes bytes(3'100'000);
@@ -45,7 +45,7 @@ ReceivedMessage received(Rank& at, int peer, int tag, std::size_t nbytes, std::i
     return {request->outcome(), std::move(bytes), request->source()};
 }
 
-// No rank leaves before all have arrived here, so that departures do not affect the test.
+// No rank leaves before all ranks have reached this point, so that departures do not affect the test.
 void wait_for_all(Rank& at) {
     for (int peer = 0; peer < at.size; ++peer)
         if (peer != at.rank) CHECK(sent(at, peer, 1000, {}).code == OutcomeCode::ok);
@@ -95,7 +95,7 @@ void messages_are_sent_between_lists_of_ranges() {
 
 void messages_match_by_tag_and_keep_their_order_within_it() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
-        // Small and large messages alternate: a large one must not be overtaken by the small one behind it.
+        // Small and large messages alternate, because a small message must not overtake an earlier large one.
         const std::size_t sizes[] = {10, 100'000, 10, 100'000};
         if (at.rank == 0) {
             std::vector<Bytes> bytes;
@@ -132,7 +132,8 @@ void a_receive_from_any_source_takes_each_message_once() {
     });
 }
 
-// A receive may be posted when a part of its message has already arrived; no other message may then match it.
+// A receive may be posted when part of a message has already arrived. The receive must then match this message and no
+// other.
 void a_receive_may_be_posted_while_its_message_arrives(Over over) {
     std::atomic<bool> has_begun = false;
     std::atomic<bool> is_posted = false;
@@ -165,7 +166,7 @@ void a_message_that_does_not_fit_fails_alone() {
             if (at.rank == 0) {
                 const OutcomeCode notified = sent(at, 1, 0, pattern(nbytes, 1)).code;
                 CHECK(notified ==
-                      (nbytes == 100 ? OutcomeCode::ok : OutcomeCode::mismatch));  // a small message had been sent
+                      (nbytes == 100 ? OutcomeCode::ok : OutcomeCode::mismatch));  // a small send completes at once
             } else {
                 const Outcome outcome = received(at, 0, 0, nbytes + 1).outcome;
                 CHECK(outcome.code == OutcomeCode::mismatch && outcome.split_from == 0 && outcome.split_to == 1);
@@ -241,7 +242,7 @@ void threads_of_one_rank_may_wait_at_the_same_time() {
 void a_wait_can_be_interrupted_while_another_thread_drives() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         if (at.rank == 1) {
-            CHECK(received(at, 0, 5, 1).outcome.code == OutcomeCode::interrupted);  // is notified
+            CHECK(received(at, 0, 5, 1).outcome.code == OutcomeCode::interrupted);  // the interrupt broke the group
             return;
         }
         std::thread driver([&at] { CHECK(received(at, 1, 1, 10).outcome.code == OutcomeCode::interrupted); });
@@ -263,7 +264,7 @@ void a_timeout_names_the_missing_rank_while_others_communicate() {
             return;
         }
         if (at.rank == 1) {
-            // Sends without a pause for as long as it can.
+            // Sends without a pause until a send fails.
             const Bytes word(100);
             while (sent(at, 0, 1, word).code == OutcomeCode::ok) {
             }
@@ -299,10 +300,10 @@ void a_rank_that_left_is_distinguished_from_one_that_died(Over over) {
             }
             if (!waits) {
                 while (!closed) pause(1);
-                // No rank has read its input yet, and these writes find the other end closed.
+                // Rank 0 has not read its input yet, and these writes fail because the other end is closed.
                 for (int i = 0; i < 3; ++i) static_cast<void>(sent(at, 1, 0, pattern(100, 2)));
             }
-            CHECK(received(at, 1, 0, 100).bytes == pattern(100, 1));  // what it sent before has arrived
+            CHECK(received(at, 1, 0, 100).bytes == pattern(100, 1));  // sent before the peer left
             const Outcome outcome = received(at, 1, 0, 10).outcome;
             CHECK(outcome.code == OutcomeCode::peer_lost && (outcome.left == std::vector<int>{1}));
             CHECK(sent(at, 1, 0, {}).code == OutcomeCode::peer_lost);
@@ -311,7 +312,8 @@ void a_rank_that_left_is_distinguished_from_one_that_died(Over over) {
     }
 }
 
-// Whether the messenger has finished the lane over this socket: its last bytes are under way, or it has closed it.
+// Returns true if the messenger has finished the lane over this socket: the lane's last bytes are in flight, or the
+// socket is closed.
 bool is_finished(int descriptor) {
     constexpr int kFinWait1 = 4;
     tcp_info info{};
@@ -319,19 +321,20 @@ bool is_finished(int descriptor) {
     return getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_state == kFinWait1;
 }
 
-// The kernel of a rank that has closed its lane answers frames with a reset, which must not arrive before the goodbye.
+// The kernel answers frames that arrive after a rank has closed its lane with a reset. The reset must not arrive before
+// the goodbye.
 void a_goodbye_arrives_although_a_frame_crosses_it() {
     std::atomic<int> leaving = -1;
     with_ranks(2, 1, Over::tcp, [&](Rank at) {
         constexpr int kMany = 4;
-        constexpr std::size_t kLong = 16 << 10;  // together more than the other end holds
+        constexpr std::size_t kLong = 16 << 10;  // together more than the other end can buffer
         if (at.rank == 0) {
             for (int i = 0; i < kMany; ++i) CHECK(sent(at, 1, 0, pattern(kLong, i)).code == OutcomeCode::ok);
             leaving = at.lanes.peer(1).control->descriptor();
             return;
         }
         while (leaving < 0 || !is_finished(leaving)) pause(1);
-        pause(50);  // for a rank that does not wait until the goodbye has been delivered to close its lane
+        pause(50);  // an incorrect rank would close its lane before the goodbye is delivered
         CallHeader header{};
         header.operation = Operation::barrier;
         header.sequence = 1;
@@ -378,9 +381,9 @@ void a_close_while_another_thread_waits_ends_its_wait() {
     });
 }
 
-// A peer that computes for a long time reads nothing; announcements to it must not pile up on this side.
+// A peer that computes for a long time does not read, so announcements to it must not accumulate on this rank.
 void announcements_to_a_busy_rank_do_not_pile_up() {
-    constexpr std::uint64_t kMany = 5'000;  // the socket holds some hundreds
+    constexpr std::uint64_t kMany = 5'000;  // the socket can buffer a few hundred
     std::atomic<bool> announced = false;
     with_ranks(2, 1, Over::sockets, [&](Rank at) {
         if (at.rank == 1) {
@@ -418,7 +421,7 @@ void the_first_of_many_failures_is_kept() {
     });
 }
 
-// Frames after a failure are not read, so they must not keep a thread awake.
+// Frames that arrive after a failure are not read, so they must not keep a thread awake.
 void a_failed_messenger_sleeps(Over over) {
     std::atomic<int> at_work = 0;
     with_ranks(2, 1, over, [&](Rank at) {

@@ -1,4 +1,5 @@
-// Tests which calls count as mispredicted: the shortest of twenty is compared, and each miss is reported once.
+// Tests which calls count as mispredicted: the shortest of twenty calls is compared with the prediction, and a
+// misprediction is reported once.
 #include "call/prediction_monitor.hpp"
 
 #include "check.hpp"

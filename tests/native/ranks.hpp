@@ -1,5 +1,5 @@
-// Ranks as threads of one process, connected by socket pairs like hosts, encrypted or not, or by rings as the ranks of
-// one host are.
+// Ranks for tests, as threads of one process. They are connected by plain or encrypted sockets, like ranks on different
+// hosts, or by rings, like ranks on one host.
 #pragma once
 
 #include <netinet/in.h>
@@ -25,16 +25,17 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kSecond = 1000 * kMs;
-// Limits that no test reaches unless something hangs, even where a sanitizer and other work slow it down.
+// Limits that a test reaches only if it hangs, even if a sanitizer and other processes slow it down.
 constexpr std::int64_t kHung = 60 * kSecond;
-constexpr double kSoonS = 20;  // what should take an instant, and would otherwise end at `kHung`
+constexpr double kSoonS = 20;  // limit for operations that would otherwise end at `kHung`
 
 enum class Over { sockets, tcp, rings };
 
-// Whether the socket pairs are encrypted; see `plain_and_encrypted`.
+// True if the socket pairs are encrypted; see `plain_and_encrypted`.
 inline bool encrypts = false;
 
-// The connections over which tests of all kinds of lane run; the rings are the same in both passes.
+// Returns the kinds of connection over which tests of all kinds of lane run. Rings are never encrypted, so the
+// encrypted pass omits them.
 inline std::vector<Over> kinds() {
     return encrypts ? std::vector{Over::sockets} : std::vector{Over::sockets, Over::rings};
 }
@@ -61,7 +62,7 @@ inline std::pair<int, int> joined() {
     return {ends[0], ends[1]};
 }
 
-// A TCP connection on loopback; the second end holds little that has not been read.
+// Returns the two ends of a TCP connection on loopback. The second end has a small receive buffer.
 inline std::pair<int, int> joined_by_tcp() {
     constexpr int kRoom = 8 << 10;
     const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -80,7 +81,7 @@ inline std::pair<int, int> joined_by_tcp() {
     return {first, second};
 }
 
-// Calls `body` for each of n ranks; whatever a rank leaves open is closed when its body ends, as if the rank left.
+// Calls `body` for each of n ranks. When `body` returns, the rank's group and mesh are closed, as if the rank had left.
 inline void with_ranks(int n, int streams, Over over, const std::function<void(Rank)>& body) {
     const auto size = static_cast<std::size_t>(n);
     std::vector<std::vector<std::vector<tls::Socket>>> sockets(size);
@@ -129,8 +130,8 @@ inline void pause(int ms) {
     std::this_thread::sleep_for(std::chrono::milliseconds(ms));
 }
 
-// Returns an `Interrupted` that does not interrupt, but records when its rank has waited for some intervals, and so has
-// announced its call.
+// Returns an `Interrupted` that never interrupts. It sets `waits` once its rank has waited for some intervals and has
+// therefore announced its call.
 inline Interrupted records_that_it_waits(std::atomic<bool>& waits) {
     return [&waits] {
         waits = true;

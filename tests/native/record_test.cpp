@@ -1,5 +1,5 @@
-// The recorder: entries that are read while they are written are whole, open ones keep their place, and forked children
-// leave their parent's recording alone.
+// Tests the recorder: entries that are read during a write are consistent, open entries keep their place, and forked
+// children do not change the recording of their parent.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -36,7 +36,7 @@ struct ConsistentEntry {
     Fields fields;
 };
 
-// The entries of a table in a snapshot, by place.
+// Returns the entries of a table in a snapshot, in the order of their positions.
 template <class Fields>
 std::vector<ConsistentEntry<Fields>> table(const std::vector<std::uint8_t>& copied, std::size_t offset,
                                            std::size_t capacity) {
@@ -50,7 +50,7 @@ std::vector<ConsistentEntry<CallFields>> calls() {
     return table<CallFields>(snapshot(memory()), offsetof(Recording, calls), kCalls);
 }
 
-// All numbers of such a call are the same, so that a torn copy is detected.
+// All fields have the same value, so that an inconsistent copy is detected.
 CallFields uniform(std::uint64_t number) {
     CallFields fields;
     fields.group = static_cast<std::uint32_t>(number);
@@ -125,7 +125,7 @@ void without_a_free_entry_a_call_is_not_recorded() {
 void an_event_whose_entry_was_reused_is_not_changed() {
     const std::uint64_t first = Recorder::active()->add(EventFields{}, false).stamp;
     Recorder::active()->end_event(first);
-    Recorder::active()->end_event(first, 1, 2);  // it has ended already
+    Recorder::active()->end_event(first, 1, 2);  // the event has already ended
     for (std::size_t i = 0; i < kEvents; ++i) Recorder::active()->add(EventFields{}, false);
     Recorder::active()->end_event(first, 1, 2);
     const auto events = table<EventFields>(snapshot(memory()), offsetof(Recording, events), kEvents);
@@ -170,7 +170,7 @@ void memory_of_a_process_that_runs_is_not_taken_over() {
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-// A group whose calls end at once.
+// A group whose calls complete immediately.
 class ImmediateCollectives final : public Collectives {
   public:
     Outcome run(Call& call, const Interrupted& /*interrupted*/, bool /*background*/) override {
@@ -190,7 +190,7 @@ void a_queue_records_its_calls() {
     CallQueue queue(std::make_unique<ImmediateCollectives>());
     const std::uint32_t serial = Recorder::active()->open_group("queue", "engine", 0, 0, {});
     Call unknown;
-    queue.run(unknown, [] { return false; });  // before the group is known, and so not recorded
+    queue.run(unknown, [] { return false; });  // not recorded, because the group has no serial number yet
     queue.record_as(serial);
     Call call;
     call.operation = Operation::broadcast;
@@ -224,7 +224,7 @@ void the_clock_is_calibrated_from_the_start() {
     CHECK(speed > 0.001 && speed < 20.0);
 }
 
-// Prints what a call costs, begin and end together; it asserts nothing, because other processes may be running.
+// Prints the time that recording a call takes. There is no assertion, because other processes may affect the time.
 void print_the_cost_of_a_call() {
     constexpr int kCount = 100'000;
     Call call;

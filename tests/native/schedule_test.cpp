@@ -1,4 +1,4 @@
-// Tests which step lists are accepted as a schedule and which are not.
+// Tests which step lists are accepted as a schedule.
 #include "executor/schedule.hpp"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Tests which copy method a group's calls use on machines with simulated times, and the copies themselves.
+// Tests which copy method a group's calls use, given simulated copy times, and tests the copies themselves.
 #include "host/slot_copier.hpp"
 
 #include <random>
@@ -12,13 +12,14 @@ using namespace paceline;
 using namespace paceline::host;
 
 struct CopyTimes {
-    float cached, streamed;  // what a byte takes
+    float cached, streamed;  // time per byte
 };
 
 constexpr CopyTimes kShared{0.3F, 0.6F}, kApart{1.5F, 0.3F};
-constexpr std::uint32_t kToLearn = 5 * CopyMethodSelector::kPeriod;  // calls, in which a changed machine is noticed
+constexpr std::uint32_t kToLearn = 5 * CopyMethodSelector::kPeriod;  // calls until changed copy times are detected
 
-// Makes calls on a machine; returns how many of them used the streamed method, except those that were measured.
+// Makes calls with the copy times `machine`; returns the number of calls that used the streamed method and were not
+// measured.
 std::uint32_t make(CopyMethodSelector& experience, std::uint32_t calls, CopyTimes machine) {
     std::uint32_t streamed = 0;
     for (std::uint32_t i = 0; i < calls; ++i) {

@@ -35,7 +35,7 @@ int connect_to(Server& server) {
 
 bool encrypts = false;
 
-// As `connect_to`, for Paceline's own clients, which may be encrypted.
+// Like `connect_to`, but for Paceline's own clients, whose connections may be encrypted.
 paceline::tls::Socket client_of(Server& server) {
     if (!encrypts) return connect_to(server);
     auto [theirs, mine] = encrypted::joined();
@@ -79,7 +79,7 @@ void a_parked_request_is_answered_when_its_last_key_is_set() {
         CHECK(table.apply(request(Op::set, {key, key}), changed));
         CHECK(waiters.wake(table, changed).empty());
     }
-    CHECK(table.apply(request(Op::remove, {"a"}), changed));  // it has to be set again
+    CHECK(table.apply(request(Op::remove, {"a"}), changed));  // the key must be set again
     CHECK(table.apply(request(Op::set, {"c", "c"}), changed));
     CHECK(waiters.wake(table, changed).empty());
     CHECK(table.apply(request(Op::set, {"a", "again"}), changed));
@@ -142,13 +142,13 @@ void malformed_messages_are_recognized() {
     for (std::size_t n = 0; n < good.size(); ++n)
         CHECK(decode(std::string_view(good).substr(0, n), message, used) == ParseResult::partial);
     std::string huge = good;
-    huge[3] = '\x7f';  // 2 GB announced
+    huge[3] = '\x7f';  // announces 2 GB
     CHECK(decode(huge, message, used) == ParseResult::malformed);
     std::string many = good;
-    many[4 + 1 + 8 + 3] = '\x7f';  // two billion fields announced
+    many[4 + 1 + 8 + 3] = '\x7f';  // announces two billion fields
     CHECK(decode(many, message, used) == ParseResult::malformed);
     std::string longer = good;
-    longer[4 + 1 + 8 + 4] = '\x40';  // a field longer than the message
+    longer[4 + 1 + 8 + 4] = '\x40';  // announces a field longer than the message
     CHECK(decode(longer, message, used) == ParseResult::malformed);
     CHECK(decode(std::string(64, '\0'), message, used) == ParseResult::malformed);
 }
@@ -165,14 +165,14 @@ void hostile_clients_are_dropped_and_the_others_served() {
     send_raw(oversized, std::string("\xff\xff\xff\xff", 4) + "x");
     CHECK(closed_by_peer(oversized));
 
-    const int impatient = connect_to(server);  // sends more while its request waits
+    const int impatient = connect_to(server);  // sends more data while its request is waiting
     send_raw(impatient, encoded(request(Op::get, {"never"}, 60'000)) + encoded(request(Op::count, {})));
     CHECK(closed_by_peer(impatient));
 
     const int half = connect_to(server);  // never finishes a request
     send_raw(half, encoded(request(Op::set, {"half", "sent"})).substr(0, 9));
 
-    const int gone = connect_to(server);  // leaves while its request waits
+    const int gone = connect_to(server);  // disconnects while its request is waiting
     send_raw(gone, encoded(request(Op::get, {"late"}, 60'000)));
     close(gone);
 
@@ -202,7 +202,7 @@ void a_client_that_does_not_read_delays_no_other_client() {
     const int lazy = connect_to(server);
     for (int i = 0; i < 3; ++i) send_raw(lazy, encoded(request(Op::get, {"big"}, 1000)));
     CHECK(ask(good, request(Op::add, {"n"}, 4)).number == 4);
-    std::size_t got = 0;  // it is served in full once it begins to read
+    std::size_t got = 0;  // the client receives all answers once it begins to read
     std::vector<char> buffer(1 << 20);
     while (got < 3 * (std::size_t{8} << 20)) {
         const ssize_t n = recv(lazy, buffer.data(), buffer.size(), 0);
@@ -314,7 +314,7 @@ void a_server_that_died_is_distinguished_from_one_closed() {
     Message answer;
     CHECK(client.ask(request(Op::count, {}), answer, Clock::now() + 60s, never) == Client::Result::lost);
 
-    // The goodbye also arrives between two requests.
+    // The goodbye may also arrive between two requests.
     Server server;
     Client idle(client_of(server));
     CHECK(ask(idle, request(Op::count, {})).number == 0);

@@ -1,4 +1,4 @@
-// Tests encrypted connections: which peers are accepted, that bytes arrive, and that a modified stream is detected.
+// Tests that encrypted connections accept only the right peers, transfer bytes, and detect a modified stream.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -32,7 +32,7 @@ struct SessionPair {
         close(ends[0]);
         close(ends[1]);
     }
-    // Returns how the two sides' handshakes ended.
+    // Returns the results of both sides' handshakes.
     std::pair<HandshakeResult, HandshakeResult> meet() {
         HandshakeResult of_a = HandshakeResult::wants_to_read, of_b = HandshakeResult::wants_to_read;
         for (int round = 0; round < 10; ++round) {
@@ -51,7 +51,7 @@ Bytes pattern(std::size_t nbytes) {
     return bytes;
 }
 
-// Sends everything from one session to the other; returns what arrived.
+// Sends all bytes from one session to the other; returns the received bytes.
 Bytes passed(Session& from, Session& to, const Bytes& sent) {
     Bytes received(sent.size());
     std::size_t written = 0, read = 0;
@@ -88,7 +88,7 @@ void another_jobs_certificate_is_refused_by_both_sides() {
     CHECK(pair.a->reason().find("certificate verify failed") != std::string::npos);
 }
 
-// The keys change every three records, in both directions at once.
+// In both directions, the key changes every three records.
 void bytes_arrive_while_the_keys_change() {
     SessionPair pair(identity_of(1, 3), identity_of(1, 3));
     CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
@@ -99,8 +99,8 @@ void bytes_arrive_while_the_keys_change() {
     }
 }
 
-// Each side has filled the other's socket, some of them just when they changed their keys. The bytes that have arrived
-// can be read all the same; otherwise neither side would ever make room for the other.
+// Each side fills the other side's socket, in some rounds just when a key update is due. The bytes that have arrived
+// must still be readable, because otherwise neither side would ever free space in its socket.
 void a_key_update_to_a_full_socket_does_not_stop_reading() {
     for (const std::uint64_t records_per_key : {1, 2, 3, 4, 5}) {
         SessionPair pair(identity_of(1, records_per_key), identity_of(1, records_per_key));
@@ -123,13 +123,13 @@ void a_key_update_to_a_full_socket_does_not_stop_reading() {
     }
 }
 
-// The last bytes of a rank can be read after its socket accepts no more data, even if this is detected by a change of
-// keys, which OpenSSL would have to finish before it reads.
+// The last bytes that a rank sent can be read after its socket has stopped accepting data. This is true even if a key
+// update fails for this reason, although OpenSSL does not read until a key update is written.
 void a_key_update_to_a_closed_socket_does_not_stop_reading() {
     const auto identity = identity_of(1, 1);  // the keys change after each record
     const Bytes last = pattern(100);
     for (int round = 0; round < 60;
-         ++round) {  // in about a third of them, the socket ends just before a change of keys
+         ++round) {  // in about a third of the rounds, the socket is shut down just before a key update
         SessionPair pair(identity, identity);
         CHECK((pair.meet() == std::pair(HandshakeResult::done, HandshakeResult::done)));
         CHECK(pair.a->send(last.data(), last.size()) == static_cast<ssize_t>(last.size()));
@@ -165,7 +165,7 @@ void an_orderly_end_is_distinguished_from_a_broken_connection() {
     CHECK(pair.b->recv(&byte, 1) == 1 && pair.b->recv(&byte, 1) == 0);
 }
 
-// Passes on what `from` wrote, after `change`; returns what the other side reads of it.
+// Applies `change` to the encrypted bytes that one side has written; returns the result of the other side's read.
 ssize_t read_after(const std::function<void(Bytes&)>& change) {
     SessionPair pair(identity_of(1), identity_of(1));
     CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));

@@ -1,5 +1,5 @@
-// Applies updates in parts of odd sizes and at once; test_shared_model_optimizer.py in tests/unit compares them with
-// torch's.
+// Tests that updates applied in parts of odd sizes and all at once have the same results.
+// test_shared_model_optimizer.py in tests/unit compares the results with those of PyTorch.
 #include "update/update.hpp"
 
 #include <cmath>
@@ -17,7 +17,7 @@ namespace {
 using namespace paceline;
 using namespace paceline::update;
 
-// Three runs of parameters with Adam's state, and the gradients of all, one after the other.
+// Three runs of parameters with Adam's state, and the concatenated gradients of all runs.
 struct AdamParameters {
     static constexpr std::size_t kSizes[] = {1, 700, 37};
     static constexpr std::size_t kPadding = 9;
@@ -106,7 +106,7 @@ void every_run_has_its_group_and_its_number_of_steps() {
     update.apply(AdamParameters::bytes(model.gradients), model.gradients.size() * sizeof(float));
     CHECK(model.steps == (std::vector<float>{1, 1, 5}));
     CHECK(model.params[0][0] != 1.0F);
-    CHECK(model.params[2][0] == 1.0F);  // its group does not move
+    CHECK(model.params[2][0] == 1.0F);  // unchanged, because its group's learning rate is 0
     CHECK(model.first[2][0] != 0.25F);
 }
 

@@ -1,5 +1,5 @@
-// Tests which ranks a search along the wait chain finds responsible. The ranks are objects of one thread, and a
-// transport is a function call.
+// Tests which ranks a search along the wait chain finds responsible. All ranks are objects in one thread, and a query
+// is a function call.
 #include "call/wait_chain.hpp"
 
 #include <algorithm>
@@ -31,16 +31,16 @@ class WaitingRanks {
     }
 
     WaitRegistry& of(int rank) { return *waits_[static_cast<std::size_t>(rank)]; }
-    // The rank waits, on one thread more, in a call or with sequence 0 for a message.
+    // Adds a waiting thread to the rank. The thread waits in a call or, if the sequence is 0, for a message.
     void waits(int rank, CallId call, Ranks whom, bool by_program = true) {
         entries_[static_cast<std::size_t>(rank)].push_back(std::make_unique<WaitRegistry::Entry>());
         entries_[static_cast<std::size_t>(rank)].back()->update(of(rank), {call, by_program, std::move(whom)});
     }
     void ends_waits(int rank) { entries_[static_cast<std::size_t>(rank)].clear(); }
-    // The process is stopped, or no thread of it reads what others ask.
+    // Simulates a rank whose process is stopped or has no thread that reads queries.
     void stops_answering(int rank) { answers_[static_cast<std::size_t>(rank)] = false; }
 
-    // The search of rank 0 into a call that waits for `awaited`.
+    // Returns the result of rank 0's search for the ranks that block a call that is waiting for `awaited`.
     WaitChainResult finds(CallId call, const Ranks& awaited) {
         WaitChainSearch search(of(0), call, kSecond / 10, kSecond / 10);
         for (;;) {
@@ -80,7 +80,7 @@ void a_rank_that_does_not_answer_is_responsible() {
 void a_rank_whose_program_does_not_wait_is_responsible_at_once() {
     WaitingRanks ranks(2);
     WaitChainSearch search(ranks.of(0), {kA, 1}, kSecond, kSecond);
-    CHECK(!search.advance({1}));  // asks
+    CHECK(!search.advance({1}));  // sends the query
     const auto found = search.advance({1});
     CHECK(found && found->blocking == Ranks{1});
 }
@@ -113,19 +113,19 @@ void ranks_in_a_deadlock_are_equally_responsible() {
     CHECK(found.blocking.empty() && (found.waiting == Ranks{1, 2}));
 }
 
-// The other ranks, which may time out a moment later, must find the same.
+// Other ranks may time out slightly later, and their searches must have the same result.
 void a_rank_answers_for_a_while_after_its_search() {
     WaitingRanks ranks(2);
     ranks.waits(0, {kA, 1}, {1});
     ranks.waits(1, {kB, 1}, {0});
     WaitChainSearch search(ranks.of(0), {kA, 1}, kSecond, kSecond);
-    CHECK(!search.advance({1}));  // asks
-    CHECK(!search.advance({1}));  // has the answer
+    CHECK(!search.advance({1}));  // sends the query
+    CHECK(!search.advance({1}));  // has received the answer
     const WaitChainResult found = ranks.finds({kA, 1}, {1});
     CHECK(found.blocking.empty() && found.waiting == Ranks{1});
 }
 
-// Another rank blocks the call as well, but the wait of these ranks does not end with it.
+// Rank 4 also blocks the call, but ranks 1 and 2 would still wait for each other if rank 4 continued.
 void ranks_in_a_deadlock_are_not_excused_by_another_rank() {
     WaitingRanks ranks(5);
     ranks.stops_answering(4);
@@ -136,18 +136,18 @@ void ranks_in_a_deadlock_are_not_excused_by_another_rank() {
     CHECK(found.blocking == Ranks{4} && found.waiting == Ranks{3});
 }
 
-// The data that it has sent is in flight.
+// The data that the rank sent in the earlier call is still in flight.
 void a_rank_in_a_later_call_is_not_responsible_for_its_wait_there() {
     WaitingRanks ranks(3);
     ranks.stops_answering(2);
     ranks.waits(1, {kA, 6}, {2});
     const WaitChainResult found = ranks.finds({kA, 5}, {1});
     CHECK(found.blocking.empty() && found.waiting.empty());
-    ranks.waits(1, {kA, 5}, {2}, false);  // and another one has not
+    ranks.waits(1, {kA, 5}, {2}, false);  // another thread has not finished the earlier call
     CHECK(ranks.finds({kA, 5}, {1}).blocking == Ranks{2});
 }
 
-// Its program may be in any other call.
+// The program of the rank may be in any other call.
 void an_asynchronous_call_excuses_a_rank_in_its_own_group_only() {
     WaitingRanks ranks(3);
     ranks.stops_answering(2);
@@ -158,7 +158,7 @@ void an_asynchronous_call_excuses_a_rank_in_its_own_group_only() {
     CHECK(ranks.finds({kB, 2}, {1}).blocking == Ranks{2});
 }
 
-// The thread of asynchronous calls does its part, whatever the program waits for.
+// The thread for asynchronous calls runs its call even while the program is waiting in another call.
 void a_wait_of_the_program_does_not_block_a_call_that_it_has_begun() {
     WaitingRanks ranks(4);
     ranks.stops_answering(2);
@@ -191,7 +191,7 @@ void an_answer_without_a_query_is_dropped() {
     CHECK(search.advance({1}));
 }
 
-// In a group with the global ranks 10, 11 and so on, in which the ranks in `begun` have begun the call.
+// Returns the outcome in a group of the global ranks 10 to 13, of which the group ranks in `begun` have begun the call.
 Outcome outcome_of(const WaitChainResult& found, const Ranks& begun, Ranks absent, const Ranks& awaited,
                    bool is_certain = true) {
     const GroupMembers members{

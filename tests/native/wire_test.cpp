@@ -1,5 +1,5 @@
-// Tests the wire formats: packing loses no more precision than specified for any input, and ranks that exchange packed
-// blocks have the same bits afterward.
+// Tests the wire formats: for any input, the rounding errors are within the specified bounds, and ranks that exchange
+// packed blocks end with identical bits.
 #include "wire/wire.hpp"
 
 #include <cmath>
@@ -18,9 +18,9 @@ constexpr WireType kWires[] = {WireType::bf16, WireType::int8, WireType::int4};
 constexpr SimdLevel kLevels[] = {SimdLevel::baseline, SimdLevel::avx2, SimdLevel::avx512};
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The largest error that rounding to `wire` makes in a group whose largest magnitude is `most`.
+// Returns the largest rounding error of `wire` in a group whose largest magnitude is `most`.
 float bound(WireType wire, float most) {
-    // The scale is rounded up by at most 2^-7 of itself.
+    // Rounding up increases the scale by a factor of at most 1 + 2^-7.
     const float step = most / (wire == WireType::int8 ? 127.0F : 7.0F) * (1 + 1.0F / 128);
     return wire == WireType::bf16 ? most / 256 : step / 2 * (1 + 1e-5F);
 }
@@ -31,7 +31,7 @@ std::vector<float> waves(std::size_t count, float scale = 1) {
     return values;
 }
 
-// The packed bytes have exactly the size that they need, so that a sanitizer detects writes beyond it.
+// Returns the packed values in a vector of exactly the required size, so that a sanitizer detects writes past its end.
 std::vector<std::uint8_t> packed(const WireKernels& kernels, WireType wire, const std::vector<float>& values,
                                  float* residual) {
     std::vector<std::uint8_t> bytes(packed_size(wire, values.size()), 0xee);
@@ -66,7 +66,7 @@ void errors_are_bounded_and_kept_as_residuals() {
 void all_levels_pack_the_same_bits() {
     for (const WireType wire : kWires)
         for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-            const std::vector<float> values = waves(1000);  // other types read some of its bits
+            const std::vector<float> values = waves(1000);  // narrower types use only its first bytes
             const WireKernels* plain = find_wire_kernels(wire, dtype, SimdLevel::baseline);
             std::vector<std::uint8_t> expected(packed_size(wire, 999));
             plain->pack(values.data(), nullptr, expected.data(), 999);
@@ -112,7 +112,8 @@ void tiny_values_accumulate_in_the_residuals() {
 constexpr std::int32_t kSend = 0, kReceive = 1, kPack = 4, kUnpack = 5, kAdd = 6;
 constexpr std::int32_t kOutput = 1, kWire = 3;
 
-// Two hosts of one rank each: either sends the other its half of the tensor, and then the packed sum of its own.
+// Two hosts with one rank each. Each rank sends the other rank's half of the tensor to that rank, and then sends the
+// packed sum of its own half.
 std::shared_ptr<const Schedule> quantized_all_reduce(int rank, WireType wire) {
     const int other = 1 - rank;
     const Flat flat = {
@@ -129,7 +130,8 @@ std::shared_ptr<const Schedule> quantized_all_reduce(int rank, WireType wire) {
     return Schedule::make(65, 2, rank, 2, flat, nullptr, wire);
 }
 
-// The tensor is a list of odd sizes, which differ between the ranks, so that groups lie across its members.
+// The tensor is a list of tensors with odd sizes that differ between the ranks, so that some groups span several
+// tensors.
 void ranks_end_with_equal_bits_and_small_errors(Over over, int streams) {
     for (const WireType wire : kWires)
         for (const std::size_t count : {0, 1, 63, 129, 10'007, 300'001}) {
@@ -179,7 +181,7 @@ void calls_that_cannot_be_packed_are_refused() {
         call.dtype = DType::f32;
         call.outputs = {stream_of(floats)};
         call.residual = residual.data();
-        call.residual_count = residual.size();  // too few
+        call.residual_count = residual.size();  // one value too few
         CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::schedule_unfit);
     });
     CHECK(quantized_all_reduce(0, WireType::none) == nullptr);
