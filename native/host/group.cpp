@@ -95,8 +95,8 @@ Group::~Group() {
 }
 
 // Sets the number of bytes of a slot that each round of the call may use. Small calls rotate through the slot, so that
-// bytes have been evicted from the L2 caches by the time a rank writes to them again: fetching a line from the shared
-// cache is several times as fast as fetching it from another core's cache.
+// bytes have been evicted from the L2 caches by the time a rank writes to them again. This is faster because fetching a
+// line from the shared cache is several times as fast as fetching it from another core's cache.
 void Group::set_stage_bytes(std::size_t nbytes) {
     stage_bytes_ = staged(nbytes, slot_capacity_);
     stages_per_slot_ = static_cast<std::uint32_t>(slot_capacity_ / stage_bytes_);

@@ -1,7 +1,7 @@
 // Tests that arbitrary bytes from a corrupt peer cause an orderly failure, soon and without large allocations.
 //
-// frame_fuzz_test [rounds] [seed]    mutates the streams in corpus/frames frame_fuzz_test --write            rewrites
-// these files
+//     frame_fuzz_test [rounds] [seed]    mutates the streams in corpus/frames
+//     frame_fuzz_test --write            rewrites these files
 #include <dirent.h>
 #include <unistd.h>
 
