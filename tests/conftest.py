@@ -45,7 +45,7 @@ def no_collector() -> Iterator[None]:
     gc.collect()
 
 
-# pytest-xdist distributes files to its workers in order: files that take minutes must not be the last ones.
+# pytest-xdist distributes files to its workers in order, so the files that take minutes must come first.
 LONG = (
     "test_coordinator_schedules.py",
     "test_failpoints.py",
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """Restores SIGINT and SIGHUP, which background jobs and nohup ignore, so that tests' subprocesses receive them."""
+    """Restores SIGINT and SIGHUP for the tests' subprocesses, because background jobs and nohup ignore them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

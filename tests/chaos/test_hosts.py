@@ -81,7 +81,7 @@ def go_on_until_told(ready: str, seed: int) -> tuple[str, str, float]:
     chance = random.Random(seed)
     say(ready, str(rank()))
     told = ("nothing", "", 0.0)
-    # The survivors agree on the end, so that none of them is left waiting.
+    # Rank 0 broadcasts whether the run is over, so that all ranks leave the loop after the same step.
     over = torch.zeros(1)
     try:
         while not over:
@@ -98,7 +98,7 @@ def go_on_until_told(ready: str, seed: int) -> tuple[str, str, float]:
 
 
 def survive(hosts, directory: Path, seed: int) -> None:
-    """Every other rank must raise an error that names an affected rank, if there is one."""
+    """Requires that every unaffected rank raises an error, which names an affected rank if there is one."""
     chance = random.Random(seed)
     event = event_of(seed)
     victims = chance.sample(range(4), 2)[: 2 if event in ("kill two", "kill and stop") else 1]
@@ -135,7 +135,8 @@ def survive(hosts, directory: Path, seed: int) -> None:
         assert error == "PeerLostError" or (error == "CollectiveTimeoutError" and not is_known), place
         assert at - happened < TIMEOUT_S + SILENCE_S + BUSY_S, place
         others = [f"rank {victim} (h{victim // 2}, pid {run.pids[victim]})" for victim in victims]
-        # Neither rank in the group of two died, but one may have detected the deaths elsewhere and left.
+        # A rank of the subgroup may also report the other member, which left after it had detected a death in another
+        # group.
         if number in PAIR and "left the group" in message and event != "stop":
             others += [f"rank {member} (h{member // 2}, pid {run.pids[member]})" for member in PAIR if member != number]
         assert not others or any(other in message for other in others), place

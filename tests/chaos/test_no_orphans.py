@@ -162,7 +162,8 @@ def test_the_children_of_a_data_loader_end_too(tmp_path):
         launcher.wait()
 
 
-# A child that has cut every tie: its parent has ended, it leads a session, and its environment is empty.
+# A daemon without any connection to its worker: its parent has exited, it leads a session, and its environment is
+# empty.
 DAEMON = """
 import os, sys, time
 if os.fork() == 0:
@@ -180,7 +181,7 @@ time.sleep(300 if "stay" in sys.argv else 0)
 """
 
 
-# `paceline run` on a machine that does not allow creating cgroups.
+# `paceline run` as on a machine on which cgroups cannot be created.
 WITHOUT_CGROUPS = """
 import sys
 from paceline.cli.main import main
@@ -235,7 +236,7 @@ def delegated():
 
 
 def _cgroup_in(delegated: Path, text: str) -> Path:
-    """Returns the version 2 cgroup in /proc/PID/cgroup, next to which other jobs may have theirs."""
+    """Returns the directory of the cgroup in `text`, the contents of a /proc/PID/cgroup."""
     (name,) = (Path(line).name for line in text.splitlines() if "0::" in line)
     assert name.startswith("paceline-"), text
     return delegated / name

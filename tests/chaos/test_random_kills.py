@@ -19,8 +19,8 @@ from stubborn import Started
 def _ordeal(number: int, directory: Path) -> str | None:
     """Runs a job and kills it at a random instant in a random way; returns a description of what remains.
 
-    One job of every four is up by then, however slow the machine is: a launcher that is killed before it has started
-    anything shows little.
+    Every fourth job is killed only after its workers have started, because a launcher that is killed before it has
+    started anything tests little.
     """
     chance = random.Random(number)
     words = chance.choice(["", "ignore"])

@@ -1,4 +1,4 @@
-"""The programs of Slurm, and those that are not installed on this machine."""
+"""A check for the programs that a Slurm cluster requires."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sin
 
 
 def missing_of_slurm() -> str:
-    """Returns the requirements of a cluster that this machine lacks, or ""."""
+    """Returns a message about the required programs that are not installed, or "" if all of them are."""
     absent = [name for name in _PROGRAMS if shutil.which(name, path=SYSTEM) is None]
     return f"there is no {', '.join(absent)} (Debian: slurmctld slurmd slurm-client munge)" if absent else ""

@@ -1,7 +1,7 @@
 """A Slurm cluster: a controller and nodes, each in a network namespace with its own host name.
 
-munged, slurmctld and slurmd are those of the system (Debian packages slurmctld, slurmd, slurm-client and munge). All
-that they write is in one directory, and closed, the cluster leaves nothing behind.
+The cluster uses the system's munged, slurmctld and slurmd (Debian packages slurmctld, slurmd, slurm-client and munge).
+They write only to one directory, which is removed when the cluster is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from clusters.programs import SYSTEM
 
 _PATH = f"{Path(sys.executable).parent}:{SYSTEM}"
 _CORES = 4  # of each node, whatever the machine has
-# /etc/hosts is that of the cluster, so that the nodes' names are known as on a real one.
+# /etc/hosts is replaced by the cluster's, so that the names of the nodes can be resolved as on a real cluster.
 _INSIDE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"']
 
 

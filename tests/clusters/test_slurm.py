@@ -138,7 +138,7 @@ def test_the_batch_script_runs_to_its_end(cluster):
     ids=["a node without power", "the node of the batch script", "a killed node"],
 )
 def test_a_job_whose_node_is_lost_goes_on_elsewhere(lost, silently):
-    """The job is requeued, and resumes from its newest checkpoint."""
+    """Slurm requeues the job, which resumes from its newest checkpoint."""
     if reason := missing_of_slurm():
         pytest.skip(reason)
     skip_where_not_permitted()

@@ -1,4 +1,4 @@
-"""DistributedDataParallel on devices: the same results as on the CPU, without waiting, and few calls."""
+"""DistributedDataParallel on devices: results equal those on the CPU, the host does not wait, and calls are few."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def inputs_of(step: int) -> torch.Tensor:
 def trained(
     module: nn.Module, device: str, *, hook: Any = None, accumulates: bool = False, **options: Any
 ) -> list[torch.Tensor]:
-    """Returns the parameters, on the CPU, after some steps on the device, or on the CPU if it is ""."""
+    """Trains on the device, or on the CPU if `device` is ""; returns the parameters as CPU tensors."""
     model = dist.DistributedDataParallel(module.to(device) if device else module, overlap=True, **options)
     if hook is not None:
         model.register_comm_hook(None, hook)
@@ -224,7 +224,7 @@ def saved_gradients_keep_their_values() -> None:
 
 @contextlib.contextmanager
 def calls_counted() -> Iterator[Counter[str]]:
-    """Counts the calls of groups with tensors of a device."""
+    """Counts the calls of process groups on device tensors."""
     counts: Counter[str] = Counter()
     run = ProcessGroup._run
 

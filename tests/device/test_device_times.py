@@ -109,7 +109,7 @@ def steps_are_recorded_and_nothing_waits_for_it(rank: int) -> None:
 
 
 def times_are_those_of_the_host() -> None:
-    """An event that is recorded now has the current tick, although it is read later."""
+    """An event has the host's tick at which it was recorded, even if its time is read later."""
     before = _core.record_ticks()
     event = torch.fake.Event(enable_timing=True)
     with torch.fake.device(DEVICE):

@@ -61,7 +61,7 @@ def the_host_does_not_wait_for_operators():
 
 
 def a_stream_that_nothing_orders_gives_wrong_numbers():
-    """A synchronized one does not. Freed memory is reused in stream order, so it is synchronized too."""
+    """A synchronized stream gives correct numbers, even in reused memory, because memory is reused in stream order."""
 
     def wrong(ordered: bool, seed: int) -> bool:
         side = torch.fake.Stream("fake:0")
@@ -81,7 +81,7 @@ def a_stream_that_nothing_orders_gives_wrong_numbers():
 
 
 def memory_freed_while_another_stream_uses_it_is_overwritten():
-    """Unless the program has called `record_stream`."""
+    """The memory is not overwritten if the program has called `record_stream`."""
 
     def wrong(recorded: bool) -> bool:
         side = torch.fake.Stream("fake:0")

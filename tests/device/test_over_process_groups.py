@@ -1,7 +1,7 @@
 """Training over a PyTorch process group on an accelerator with delayed streams gives the CPU's results.
 
-The process group is `fake_collectives`, which Paceline drives as it does NCCL's. `test_staged`, `test_ddp_on_devices`
-and `test_divided_training` have tensors that travel through host memory instead.
+Paceline uses the process group of `fake_collectives` as it uses NCCL's. In `test_staged_channel`, `test_ddp_on_devices`
+and `test_divided_training`, tensors are copied through host memory instead.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def close_on_both(train: Training) -> None:
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # The one loop over tensors is written otherwise than that over lists of them, and rounds otherwise.
+    # Both devices use the loop over single tensors, because the implementation with foreach functions rounds
+    # differently.
     return torch.optim.AdamW(parameters, lr=0.01, foreach=False)
 
 
@@ -99,7 +100,8 @@ def unused_parameters(device: str) -> list[torch.Tensor]:
 
 
 def hooked(hook: str, device: str) -> list[torch.Tensor]:
-    # In one bucket on both: buckets of an accelerator end elsewhere, and are approximated each by itself.
+    # One bucket contains the whole network, because each bucket is approximated separately, and buckets on an
+    # accelerator have other boundaries.
     model = dist.DistributedDataParallel(network(device))
     if hook == "power_sgd_hook":
         state: object = hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)

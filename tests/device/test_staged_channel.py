@@ -1,6 +1,6 @@
 """Tensors on the fake device are staged in host memory: results, order, and failures of calls.
 
-Chunks are small here, so that a few thousand elements are many of them.
+The chunks are so small that a few thousand elements fill many chunks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DELAYED_CALLS = 20 * FACTOR
 
 
 def calls_keep_the_order_of_streams():
-    """The side stream computes the input late; another stream uses the result, whose memory is freed."""
+    """One stream computes the input late, another uses the result, and the memory is freed in the meantime."""
     rank, size = dist.get_rank(), dist.get_world_size()
     first, other = torch.fake.Stream(HERE), torch.fake.Stream(HERE)
     for number in range(DELAYED_CALLS):

@@ -1,6 +1,6 @@
 """Stream semantics of calls, barriers, objects and checkpoints on a device.
 
-The engine is a stand-in whose calls are kernels on a stream of its own, which the test holds back as long as it likes.
+The engine is a mock. Its calls are kernels on a separate stream, which the test can block.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def held(stream: torch.Stream) -> Iterator[threading.Event]:
 
 
 class Doubling:
-    """An engine's call that doubles a tensor on its own stream, after the program's work."""
+    """A call of the mock engine: it doubles a tensor on a separate stream, after the work in the program's stream."""
 
     def __init__(self, tensor: torch.Tensor, is_enqueued: bool = True) -> None:
         self.stream = AcceleratorStream(tensor.device)

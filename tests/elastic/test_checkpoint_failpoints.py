@@ -14,14 +14,14 @@ from paceline.train.elastic.failpoints import POINTS_OF_CHECKPOINTS
 
 EPOCHS = 3
 LAST_STEP = 12
-# In the suite a few; at night each operation of the first two saves.
+# The suite uses a few operations; the nightly run uses every operation of the first two saves.
 FEW = [("checkpoint.create", 2), ("checkpoint.sync", 3), ("checkpoint.rename", 1)]
 ALL = [(point, count) for point in POINTS_OF_CHECKPOINTS for count in range(1, 12)]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns the digest of a single worker."""
+    """Returns the digest of an undisturbed run with a single worker."""
     directory = str(tmp_path_factory.mktemp("undisturbed"))
     (digest,) = elastic_job.run(elastic_programs.train_and_save, EPOCHS, directory, True, workers=1).results.values()
     assert isinstance(digest, str)
@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def die_in_a_save(
     directory: Path, failpoints: str, undisturbed: str, asynchronous: bool, steps: tuple[int, ...] = (LAST_STEP,)
 ) -> dict[str, int]:
-    """Returns the workers' exit codes; checks their files, and that the newest checkpoint is of one of `steps`."""
+    """Returns the workers' exit codes; requires that the newest checkpoint is complete and of one of `steps`."""
     outcome = elastic_job.run(
         elastic_programs.train_and_save,
         EPOCHS,
@@ -55,7 +55,7 @@ def test_a_worker_may_die_while_it_saves(tmp_path: Path, undisturbed: str, point
 
 
 def train_as_usual(directory: Path, epochs: int, failpoints: str = "") -> elastic_job.Outcome:
-    """Requires that all workers end with the same state, and that each sample was used once in an epoch."""
+    """Requires that all workers end with the same state, and that each epoch has used each sample once."""
     policy = {"gather_s": 0.02, "start_patience_s": 20.0}
     outcome = elastic_job.run(
         elastic_usual.train_and_save, epochs, str(directory), failpoints=failpoints, policy=policy
@@ -87,7 +87,7 @@ def test_a_worker_of_the_usual_loop_may_die_in_a_save(tmp_path: Path, point: str
 def test_any_worker_may_die_at_any_operation(
     tmp_path: Path, undisturbed: str, point: str, count: int, asynchronous: bool
 ) -> None:
-    # If a worker dies in the last save, after training, no other worker saves that step again.
+    # Training has ended when the last step is saved, so no worker repeats this save if one dies.
     steps = (LAST_STEP - 3, LAST_STEP) if asynchronous else (LAST_STEP,)
     for worker in ("0.0.0", "0.2.0"):
         die_in_a_save(tmp_path / worker, f"{worker}:{point}@{count}=kill", undisturbed, asynchronous, steps)

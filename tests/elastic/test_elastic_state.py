@@ -1,4 +1,4 @@
-"""The usual loop in an elastic job: each sample is used once, and each step is the mean over the samples used."""
+"""The usual loop in an elastic job: each sample is used once, and each step applies the mean over its samples."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from paceline.train.elastic.failpoints import POINTS, POINTS_OF_DDP_LOOPS
 
 WORKERS = ("0.0.0", "0.1.0", "0.2.0")
 EPOCHS = 2
-# Points that are only reached when a member lacks something that another has.
+# Failpoints that are reached only if a member lacks a result that another member has.
 RARE = {"result.taken"}
-# Who is late, and who is killed: in the suite, each is late once, and each is killed once.
+# Pairs of the late worker and the killed worker. In the suite, each worker is late once and killed once.
 PAIRS = [(late, worker) for late in WORKERS for worker in WORKERS]
 ALL_PAIRS = pytest.param(PAIRS, marks=pytest.mark.soak, id="all")
 SOME_PAIRS = pytest.param([("0.0.0", "0.0.0"), ("0.1.0", "0.2.0"), ("0.2.0", "0.1.0")], id="some")
-# Who is killed: in the suite two of three.
+# The workers to kill: two of three in the suite.
 ALL = pytest.param(WORKERS, marks=pytest.mark.soak, id="all")
 SOME = pytest.param(("0.0.0", "0.2.0"), id="some")
 SWEPT = [point for point in (*POINTS, *POINTS_OF_DDP_LOOPS) if point not in RARE]
@@ -61,7 +61,7 @@ def require_each_sample_once(result: dict[str, Any], epochs: int = EPOCHS) -> No
 
 
 def require_reference(result: dict[str, Any]) -> None:
-    """Requires the parameters of one process that computes each step's mean in float64 from the recorded shares."""
+    """Requires the parameters of one process, which computes each step's mean in float64 from the recorded shares."""
     torch.manual_seed(0)
     model = elastic_usual.Counted(centers=False).double()
     optimizer = torch.optim.SGD(model.net.parameters(), lr=RATE, momentum=0.5)
@@ -83,7 +83,7 @@ def test_undisturbed_steps_are_those_of_ddp() -> None:
     require_reference(result)
     for step in result["shares"][:3]:
         assert [*step.values()] == pytest.approx([1 / (3 * BATCH)] * 3 * BATCH)
-    # The last step has 4 samples for 3 ranks: one has 2 of them, and each rank counts the same.
+    # The last step has 4 samples for 3 ranks: one rank has 2 samples, and all ranks have the same weight.
     assert sorted(result["shares"][3].values()) == pytest.approx([1 / 6, 1 / 6, 1 / 3, 1 / 3])
     assert result["views"] == [[3, [*WORKERS], []]]
 
@@ -118,7 +118,7 @@ def test_two_workers_may_be_killed_at_once(point: str) -> None:
     require_reference(result)
 
 
-# Whose connections fail: in the suite one worker, in turn.
+# The worker whose connections fail at each failpoint. In the suite, it is one worker for each failpoint, in turn.
 LOSSES = [
     pytest.param(point, worker, marks=[pytest.mark.soak] if at % 3 != number else [])
     for at, point in enumerate(["mean.weighed", "round.computed", "round.summed", "round.voted"])
@@ -172,7 +172,8 @@ def test_newcomers_take_part_and_views_are_told() -> None:
 
 
 def test_a_batch_is_dealt_out_alike_across_views() -> None:
-    # A newcomer has come. Before 0.0.0 begins the batch it loses the view, in which 0.2.0 begins it; the newcomer dies.
+    # A newcomer has joined. Worker 0.0.0 loses the view before it begins the batch, 0.2.0 begins the batch in that
+    # view, and the newcomer dies.
     failpoints = "0.1.0:round.voted@2=kill,0.0.0:view.agreed@3=lose,0.1.1:batch.dealt@1=kill"
     outcome = run(failpoints, epochs=6, complete=3)
     result = result_of(outcome)

@@ -13,9 +13,9 @@ from paceline.train.elastic.failpoints import POINTS
 
 WORKERS = ("0.0.0", "0.1.0", "0.2.0")
 EPOCHS = 2
-# A point is reached for the first time, and again after that.
+# Each worker is killed when it reaches a failpoint for the first or for the second time.
 KILLS = [(worker, count) for worker in WORKERS for count in (1, 2)]
-# Who is late, and who is killed: in the suite, each is late once, and each is killed once.
+# Pairs of the late worker and the killed worker. In the suite, each worker is late once and killed once.
 PAIRS = [(late, worker) for late in WORKERS for worker in WORKERS]
 ALL_PAIRS = pytest.param(PAIRS, marks=pytest.mark.soak, id="all")
 SOME_PAIRS = pytest.param([("0.0.0", "0.0.0"), ("0.1.0", "0.2.0"), ("0.2.0", "0.1.0")], id="some")
@@ -25,12 +25,12 @@ SWEPT = [point for point in POINTS if point not in RARE]
 
 
 def some_kills(point: str) -> list[tuple[str, int]]:
-    """Returns one worker for each time; the first one sends the state."""
+    """Returns a worker for the first and one for the second arrival at the failpoint; 0.0.0 sends the state."""
     return [("0.0.0" if point in ("state.before_sending", "state.sent") else "0.2.0", 1), ("0.1.0", 2)]
 
 
 def in_turn(points: list[str], workers: tuple[str, ...]) -> list[Any]:
-    """Returns each failpoint with each worker; in the suite, with one worker each."""
+    """Returns each failpoint with each worker, or in the suite with one worker."""
     return [
         pytest.param(point, worker, marks=[pytest.mark.soak] if at % len(workers) != number else [])
         for at, point in enumerate(points)
@@ -40,7 +40,7 @@ def in_turn(points: list[str], workers: tuple[str, ...]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
-    """Returns the digest of a single worker."""
+    """Returns the digest of an undisturbed run with a single worker."""
     outcome = elastic_job.run(elastic_programs.train, EPOCHS, workers=1)
     (digest,) = outcome.results.values()
     assert isinstance(digest, str)
@@ -105,7 +105,7 @@ def test_lost_connections_alone_cost_nothing(point: str, worker: str, undisturbe
 def test_who_knows_of_a_commit_may_be_killed(point: str, pairs: list[tuple[str, str]], undisturbed: str) -> None:
     fired = []
     for late, worker in pairs:
-        # The late worker has lost its connections before it knew that the round was committed.
+        # The late worker loses its connections before it detects that the round was committed.
         outcome = run(f"{late}:round.voted@3=lose,{worker}:{point}@{1 if point in RARE else 2}=kill")
         require_undisturbed(outcome, undisturbed)
         fired += [worker] * (outcome.ended[worker] == -9)

@@ -1,4 +1,4 @@
-"""Workers with faulty memory or sums are detected and reported, and do not affect the others."""
+"""Workers with faulty memory or wrong sums are detected and reported, and do not affect the other workers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def test_without_a_majority_changed_memory_ends_the_job():
 
 
 def test_an_audit_replaces_a_worker_whose_sums_are_wrong():
-    # The first audit is in round 99; until then every worker's state contains the wrong sums.
+    # The first audit is in round 99. Until then, the state of every worker contains the wrong sums.
     outcome = elastic_job.run(elastic_programs.train_with_a_fault, 120, "0.1.0", "sums", policy={"gather_s": 0.02})
     assert outcome.code == 0, outcome
     assert outcome.ended["0.1.0"] == 76
     assert len(set(outcome.results.values())) == 1
 
 
-# Round 16 looks at the memory that changes, and round 99 is audited: what is wrong is noticed in the round it is of.
+# Round 16 checks the memory that changes, and round 99 is audited, so each fault is detected in the round in which it
+# occurs.
 @pytest.mark.parametrize(("fault", "since"), [("memory", 17), ("sums", 100)])
 def test_what_an_outvoted_worker_computed_is_left_out(fault: str, since: int) -> None:
     def digests(workers: int, fault: str) -> set[object]:

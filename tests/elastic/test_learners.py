@@ -1,4 +1,4 @@
-"""A late worker receives the state while the others train; the result is bitwise equal even if some die."""
+"""A late worker receives the state while the others train; the result is bitwise equal even if workers die."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEATH = "0.1.0:round.computed@2=kill"  # of the worker that the receiver replace
 
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
-    """Returns the digest of a single worker."""
+    """Returns the digest of an undisturbed run with a single worker."""
     outcome = elastic_job.run(elastic_programs.train, EPOCHS, elastic_programs.SHARDS, 0.0, 0, BALLAST_MIB, workers=1)
     (digest,) = outcome.results.values()
     assert isinstance(digest, str)
@@ -119,7 +119,7 @@ def test_a_learner_that_is_left_out_goes_on_learning(point: str, undisturbed: st
 
 @pytest.mark.parametrize("late", ["", "0.0.0:view.agreed@2=delay"])
 def test_a_learner_is_not_the_first_rank(late: str) -> None:
-    """Its rank is the last one, even if it starts to receive in the batch in which the worker died."""
+    """A learner has the last rank, even if its transfer begins in the batch in which a worker died."""
     failpoints = ",".join(filter(None, [DEATH, late]))
     outcome = elastic_job.run(elastic_programs.look_around, 60, failpoints=failpoints, policy={"gather_s": 0.02})
     assert outcome.code == 0, outcome

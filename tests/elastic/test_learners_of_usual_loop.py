@@ -1,4 +1,4 @@
-"""In the usual loop, a late worker replays the others' steps while they train; some die meanwhile."""
+"""In the usual loop, a late worker replays the other workers' steps while these train, and workers die meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(*failpoints: str, workers: int = 3, **options: object) -> Outcome:
 
 
 def require_whole(outcome: Outcome) -> dict[str, Any]:
-    """Requires that all workers have the same state at the end, and that each sample was used once in an epoch."""
+    """Requires that all workers have the same state at the end, and that each epoch has used each sample once."""
     first, *others = outcome.results.values()
     assert isinstance(first, dict)
     assert all(each == first for each in others), outcome.results

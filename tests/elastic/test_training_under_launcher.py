@@ -54,7 +54,7 @@ def write(
     leaver: str = "",
     ended: str = "os.getpid()",
 ) -> Path:
-    """Writes the script; in worker `leaver`, the process `ended` receives a SIGTERM after some time."""
+    """Writes the script, in which worker `leaver` sends a SIGTERM to the process `ended` after some time."""
     text = SCRIPT.format(tests=TESTS, epochs=epochs, num_workers=num_workers, step_s=step_s, leaver=leaver, ended=ended)
     path.write_text(text)
     return path
@@ -66,7 +66,7 @@ def digests(output: str) -> list[str]:
 
 @functools.cache
 def alone(epochs: int) -> str:
-    """Returns the digest of an undisturbed process; slowing it down would not change the digest."""
+    """Returns the digest of an undisturbed process, whose steps are not slowed down."""
     with tempfile.TemporaryDirectory() as directory:
         (said,) = Ranks(1)(run_alone, str(write(Path(directory, "train.py"), epochs=epochs, step_s=0)))
     (digest,) = digests(str(said))

@@ -18,7 +18,7 @@ _TIMEOUT = timedelta(seconds=30)
 _PROGRAMS: list[Program] = [*reducing.PROGRAMS, *moving.PROGRAMS, *ordering.PROGRAMS, *failing.PROGRAMS]
 
 
-# What NCCL cannot: some types and reductions, to receive from any rank, to see that a message is of another size.
+# NCCL does not support some types and reductions, receiving from any rank, or detecting messages of the wrong size.
 _BEYOND_NCCL = [
     reducing.all_types_and_reductions,
     reducing.unsigned_and_scaled,

@@ -1,4 +1,4 @@
-"""Failing calls of any engine; afterwards, their group cannot be used."""
+"""Failing calls of any engine. The group of a failed call cannot be used afterwards."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def whole_and_uneven(group: dist.ProcessGroup) -> None:
     whole[rank] = rank + 1
     dist.all_gather_into_tensor(whole, whole[rank], group)
     assert whole.tolist() == [[r + 1.0] * 40 for r in range(size)]
-    # Rank r sends r + peer rows to each peer, so that some pairs have nothing for each other.
+    # Rank r sends r + peer rows to each peer, so that rank 0 sends none to itself.
     sizes = [rank + peer for peer in range(size)]
     received = torch.empty(sum(sizes), 2)
     dist.all_to_all_single(received, torch.full((sum(sizes), 2), float(rank)), sizes, sizes, group)

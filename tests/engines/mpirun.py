@@ -1,4 +1,4 @@
-"""Starts ranks with the mpirun of an MPI library. As a script, it is the program of each rank."""
+"""Starts ranks with the mpirun of an MPI library. Run as a script, this file is the program of each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIBRARIES = ("openmpi", "mpich")
 
 
 def find(library: str) -> tuple[str, dict[str, str]] | None:
-    """Returns the library's program that starts ranks, and the environment in which mpi4py loads the library."""
+    """Returns the path of the library's mpirun, and the environment in which mpi4py loads the library."""
     environment = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

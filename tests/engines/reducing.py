@@ -13,7 +13,7 @@ _COUNTS = [0, 7, 1000]
 
 
 def _same(seen: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Compares exactly for integers only, because engines may sum in any order."""
+    """Compares integers exactly and other types with a tolerance, because engines may sum in any order."""
     if seen.is_floating_point() or seen.is_complex():
         rtol = 2e-2 if seen.dtype in (torch.float16, torch.bfloat16) else 1e-5
         torch.testing.assert_close(seen, wanted, rtol=rtol, atol=5 * rtol)

@@ -1,7 +1,7 @@
 """The module `torch.fake`, the counterpart of `torch.cuda` for the fake device; registered by `fake_device.load`.
 
-Streams and events are PyTorch's generic ones. Beyond what an accelerator's module has, there are `counters`, `delays`,
-`host_alias` and `launch`.
+Streams and events are PyTorch's generic ones. The functions `counters`, `delays`, `host_alias` and `launch` have no
+counterpart in `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """Creates a `torch.Event`, which cannot be subclassed, because it can only be compared with its own type."""
+    """Creates a `torch.Event`. A subclass would not work, because `torch.Event` is only comparable to its own type."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # type: ignore[misc]
         return torch.Event(torch.device("fake", ops.current_device()), enable_timing=enable_timing)
@@ -219,8 +219,10 @@ max_memory_allocated = memory_reserved = memory_allocated
 
 
 def counters() -> dict[str, int]:
-    """Counts since the process began: kernels, those that the host waited for because this device is simple
-    (`waiting_kernels`), copies, synchronizations (where a GPU's host would wait too), allocations and events.
+    """Returns the numbers of operations since the process started, by kind.
+
+    The kinds are kernels, copies, synchronizations (in which a GPU's host would also wait), allocations, events, and
+    `waiting_kernels`, for which the host waits only because this device is simple.
     """
     return dict(ops.counters())
 
@@ -236,7 +238,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 @contextlib.contextmanager
 def delays(seed: int, most_us: int = 2000) -> Iterator[None]:
-    """Streams sleep before about half of their jobs, for a random time of up to `most_us` microseconds."""
+    """Lets streams sleep before about half of their jobs, for a random time of up to `most_us` microseconds."""
     ops.set_delays(seed, most_us)
     try:
         yield
@@ -245,7 +247,7 @@ def delays(seed: int, most_us: int = 2000) -> Iterator[None]:
 
 
 def host_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor of the device as a tensor of the CPU, for functions that `launch` runs."""
+    """Returns a CPU tensor that shares the memory of a device tensor, for functions that `launch` runs."""
     return ops.host_alias(tensor.detach())
 
 
@@ -259,7 +261,7 @@ def _call(number: int) -> None:
 
 
 def launch(function: Callable[[], object], stream: torch.Stream | None = None) -> None:
-    """Runs a function on the thread of a stream, by default the current one, in stream order."""
+    """Runs a function in stream order on the thread of a stream, which is the current stream by default."""
     stream = current_stream() if stream is None else stream
     number = next(_numbers)
     _launched[number] = function
