@@ -4,8 +4,8 @@
     python tests/nightly.py soak docs       these parts
     python tests/nightly.py --record ...    the results also replace older ones in docs/nightly.md
 
-A part that fails does not stop the others, but the exit code is then 1. A part whose tools are missing reports them and
-is skipped. The output of each part is written to build/nightly/PART.log. docs/nightly.md describes the parts.
+A part that fails does not stop the others, but the exit code is then 1. A part is skipped if tools are missing, which
+are then reported. The output of each part is written to build/nightly/PART.log. docs/nightly.md describes the parts.
 """
 
 from __future__ import annotations

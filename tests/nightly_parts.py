@@ -161,7 +161,7 @@ def _core_build(directory: str, compiler: str, *options: str) -> list[list[str]]
 
 
 def _separate_files() -> Part:
-    """Other builds compile the files of a component together, and would not detect a missing `#include`."""
+    """Compiles each file separately, because other builds, which combine files, do not detect a missing `#include`."""
     commands = _core_build("build/files", "c++", "-DPACELINE_PYTHON=ON", f"-DPython_EXECUTABLE={sys.executable}")
     return Part("files", "compiles each file of the core by itself", commands, _HOUR_S)
 
@@ -227,7 +227,7 @@ def _newest_torch() -> Part:
 
 
 def _interpreter(minor: int) -> str | None:
-    """Returns the path of an interpreter that runs, because pyenv also puts unselected versions on the PATH."""
+    """Returns the path of an interpreter that can run. pyenv also puts versions on the PATH that are not selected."""
     name = f"python3.{minor}"
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for path in [shutil.which(name), *map(str, sorted(versions.glob(f"3.{minor}.*/bin/{name}")))]:

@@ -1,1 +1,1 @@
-"""Tests between hosts, which are emulated by network namespaces. Start reading at `fixture.py`."""
+"""Tests on several hosts, which are emulated by network namespaces. Start reading at `fixture.py`."""

@@ -1,6 +1,6 @@
 """A bridge of TAP devices in a separate process, which delays and drops frames as a test requires.
 
-This is done here because not every kernel has netem.
+It replaces netem, because not every kernel has it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Port:
 
 
 class Bridge:
-    """The bridge process; its devices exist from construction until it is closed."""
+    """The bridge process. Its devices exist from the construction of this object until `close`."""
 
     def __init__(self, ports: Sequence[Port], conditions: Conditions) -> None:
         self.conditions = conditions
@@ -121,7 +121,7 @@ def _read(tap: int, port: int, wire: Wire) -> None:
 
 
 def _tap(port: Port) -> int:
-    """Enters the host to create a device there, which needs no name outside and exists as long as it is open."""
+    """Creates a device in the host's namespace. The device exists as long as its descriptor is open."""
     enter_network(port.namespace)
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
@@ -130,6 +130,6 @@ def _tap(port: Port) -> int:
 
 
 def _split_into_packets(taps: list[int], split: bool) -> None:
-    """Splits segments of up to 64 KiB, which are faster, into packets, which can be lost one at a time."""
+    """Splits segments, which hosts send because they are faster, into packets, so that single packets can be lost."""
     for tap in taps:
         fcntl.ioctl(tap, _TUNSETOFFLOAD, 0 if split else _TUN_F_CSUM | _TUN_F_TSO4 | _TUN_F_TSO6)

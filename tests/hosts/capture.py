@@ -12,7 +12,7 @@ _QUEUE = 64 << 20
 
 
 class Capture:
-    """Captures packets until `close`; created inside the host's network."""
+    """Captures packets until `close`. It must be created inside the host's namespace."""
 
     def __init__(self, interface: str = "eth0") -> None:
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS))
@@ -43,7 +43,7 @@ class Capture:
         return sum(map(len, self._frames))
 
     def seen(self, words: Sequence[bytes]) -> list[str]:
-        """Returns the words that were captured, each within one frame."""
+        """Returns those of `words` that a captured frame contains."""
         return [word.decode() for word in words if any(word in frame for frame in self._frames)]
 
     def __enter__(self) -> Capture:

@@ -42,13 +42,13 @@ class ElasticMachines(Machines):
     def join(
         self, host: int, nnodes: str, workers: int = 1, *flags: str, script: str = str(TOY), at: int = 0
     ) -> subprocess.Popen:
-        """Starts a launcher on a host, which joins the others at host `at`."""
+        """Starts a launcher on a host. The launcher joins the job at host `at`."""
         rendezvous = ("--nnodes", nnodes, "--rdzv-endpoint", f"{ipv4(at)}:29400")
         words = ("--elastic", f"--nproc-per-node={workers}", *rendezvous, *flags, script, str(self.directory))
         return self.start(host, *words)
 
     def workers(self) -> dict[str, list[str]]:
-        """Returns the process id, slot and number of slots by worker."""
+        """Returns the process id, slot and number of slots of each worker."""
         return {line[0]: line[1:4] for line in self.log() if len(line) == 5}
 
     def latest(self) -> dict[str, list[str]]:
@@ -69,5 +69,5 @@ class ElasticMachines(Machines):
 
 @pytest.fixture
 def machines() -> Iterator[Callable[..., ElasticMachines]]:
-    """`machines(3)` makes three hosts, on which it starts launchers of an elastic job."""
+    """`machines(3)` creates three hosts, on which a test can start launchers of an elastic job."""
     yield from lent(ElasticMachines)

@@ -2,7 +2,7 @@
 
     hosts(2, 1, rate="1gbit")    joined by a switch of veth pairs
     hosts([2, 1], networks=2)    unequal hosts; eth0 and eth1 lead to separate networks
-    hosts(2, 1, delay_ms=10)     joined by a bridge of ours, which also loses packets and cuts hosts off
+    hosts(2, 1, delay_ms=10)     joined by Paceline's bridge, which can also drop packets and cut hosts off
 
 Each rank has the host name h0, h1, ..., its own loopback and abstract Unix sockets. Files, /dev/shm and process numbers
 are shared, and a host's name is not in /etc/hosts.
@@ -68,11 +68,12 @@ class HostsWorld(World):
 
 
 class Hosts:
-    """Runs functions of a test module on hosts, given as so many with `per_host` ranks each, or as the ranks of each.
+    """Runs functions of a test module on hosts: a number of hosts with `per_host` ranks each, or a list of their ranks.
 
-    `rate`, such as "1gbit", bounds what each interface sends, with headers. `delay_ms`, `loss` and `bridged` ask for
-    the bridge; `seed` decides what is lost. What one TCP stream carried on two cores, in Gbit/s of payload, of which
-    packets of 1500 bytes leave 95.6% of the rate, and those of `mtu=9000` 99.3%:
+    `rate`, such as "1gbit", limits the rate at which each interface sends, including headers. `delay_ms`, `loss` and
+    `bridged` select the bridge; `seed` determines which packets are lost. The table lists the payload that one TCP
+    stream carried on two cores, in Gbit/s. Headers leave 95.6% of the rate with packets of 1500 bytes, and 99.3% with
+    `mtu=9000`.
 
         rate        switch     bridge
         none        20-40      8
@@ -80,7 +81,7 @@ class Hosts:
         1gbit       0.992      0.993   mtu=9000
         10gbit      9.0-9.5    -
         10gbit      9.6-9.9    -       mtu=9000
-        none        -          1.1     delay_ms=10: 4 MB of send buffer a round trip, by the kernel's tcp_wmem
+        none        -          1.1     delay_ms=10: the kernel's tcp_wmem limits a round trip to 4 MB
         1gbit       -          0.95    delay_ms=10
         none        -          0.6     loss=0.001
     """

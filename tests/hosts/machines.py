@@ -28,7 +28,7 @@ from hosts.wire import Conditions
 
 Launcher: TypeAlias = "ForkedLauncher | subprocess.Popen[bytes]"
 
-# Says what it is and waits for the word to end; no torch, so that a generation stands in a tenth of a second.
+# A worker that logs its environment and waits for the order to end. Without torch, a generation starts within 0.1 s.
 WORKER = """
 import os, sys, time
 directory = sys.argv[1]
@@ -44,7 +44,7 @@ while not os.path.exists(os.path.join(directory, "end")):
 
 
 class Machines:
-    """Hosts with launchers, which are stopped by `close`."""
+    """Hosts and the launchers on them; `close` stops the launchers."""
 
     def __init__(self, hosts: int, bridged: bool = False, rate: str | None = None) -> None:
         self.network = Network(hosts, 1, 1500, rate, Conditions(0.0, 0.0, 0) if bridged else None)
@@ -64,10 +64,11 @@ class Machines:
         shift_s: int = 0,
         says: str | None = None,
     ) -> Launcher:
-        """Starts a launcher on a host, whose clock is ahead; its output goes to files that `said` reads.
+        """Starts a launcher on a host. `said` returns its output.
 
         Args:
-            says: a line for its stdin.
+            shift_s: The number of seconds by which the launcher's clock is ahead.
+            says: A line for the launcher's stdin.
         """
         environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "eth0", **(more or {})}
         if secret is not None:
@@ -116,7 +117,7 @@ class Machines:
         return []
 
     def runs(self, world_size: int, generations: int = 1) -> bool:
-        """Returns True if `world_size` workers with this world size have started, `generations` times."""
+        """Returns True if `generations` generations of `world_size` workers have started."""
         ranks = sorted(int(line[3]) for line in self.log() if line[4] == str(world_size))
         return ranks == sorted(list(range(world_size)) * generations)
 
@@ -162,7 +163,7 @@ Kind = TypeVar("Kind", bound=Machines)
 
 
 def lent(kind: type[Kind]) -> Iterator[Callable[..., Kind]]:
-    """Yields a function that creates machines of this kind, which are closed at the end of the test."""
+    """Yields a function that creates machines of this class. They are closed at the end of the test."""
     skip_where_not_permitted()
     made: list[Kind] = []
 

@@ -61,7 +61,7 @@ class Namespace:
             return thread.submit(inside).result()
 
     def configure(self, tool: str, lines: list[str]) -> None:
-        """Runs lines of `ip` or `tc` commands inside the namespace."""
+        """Runs `ip` or `tc` commands, one per line, inside the namespace."""
         self.run(_batch, tool, lines)
 
     def close(self) -> None:

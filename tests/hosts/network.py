@@ -1,7 +1,7 @@
-"""The networks that join hosts: a switch of veth pairs at kernel speed, or the bridge, which tests control.
+"""The networks between hosts: a switch of veth pairs at kernel speed, or the bridge, which tests can control.
 
-Host h has the addresses 10.77.n.h+1 and fd77:0:0:n::h+1 on its interface ethn, n being the network's number. They are
-the same in every run, since no two runs see one another.
+On network n, host h has the interface ethn with the addresses 10.77.n.h+1 and fd77:0:0:n::h+1. The addresses are the
+same in every run, because the networks of two runs are isolated from each other.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def mac(host: int, network: int = 0) -> str:
 
 
 class Network:
-    """Hosts h0, h1, ... joined by `networks` separate networks, which are removed by closing it.
+    """Hosts h0, h1, ... on `networks` separate networks. `close` removes the networks.
 
-    With `conditions` the bridge joins them, else the switch. `rate` bounds what an interface sends, and at the switch
-    also what it receives.
+    The bridge connects the hosts if `conditions` are given; otherwise, the switch does. `rate` limits the rate at which
+    an interface sends. On the switch, it also limits the rate at which an interface receives.
     """
 
     def __init__(self, hosts: int, networks: int, mtu: int, rate: str | None, conditions: Conditions | None) -> None:
@@ -85,7 +85,7 @@ class Network:
     def close_ports(self, *hosts: int, but: int = 0) -> None:
         """Drops TCP connections from other hosts, except to the port `but`.
 
-        They may connect to others. What is kept out vanishes, as with most firewalls.
+        These hosts can still connect to others. Like most firewalls, this one drops packets without a response.
         """
         self.change(doors=self.conditions.doors | {(host, but) for host in hosts})
 
@@ -157,7 +157,8 @@ def _interface(host: int, network: int, hosts: int, mtu: int) -> list[str]:
         f"addr add {ipv6(host, network)}/64 dev {name} nodad",
     ]
     for other in set(range(hosts)) - {host}:
-        # Known for ever: behind a cut, packets vanish as they do beyond a router, with no "host unreachable" from ARP.
+        # Permanent entries prevent "host unreachable" errors from ARP, so packets vanish behind a cut as beyond a
+        # router.
         for address in (ipv4(other, network), ipv6(other, network)):
             lines.append(f"neigh add {address} lladdr {mac(other, network)} dev {name} nud permanent")
     return lines
@@ -174,16 +175,17 @@ def _bytes_per_s(rate: str) -> float:
 
 
 def _segment(rate: str, mtu: int) -> int:
-    """Returns the longest segment, in bytes, of TCP on an interface of that rate: 0.6 ms, but some packets."""
+    """Returns the maximum length of a TCP segment in bytes: 0.6 ms at this rate, but at least a few packets."""
     return min(max(int(_bytes_per_s(rate) * 0.0006), 4 * mtu), _LONGEST_SEGMENT)
 
 
 def _bound(interface: str, rate: str, verb: str = "add", segment: int = _LONGEST_SEGMENT) -> str:
-    """Returns a token bucket of 1 ms, but at least two TCP segments, with a queue of 20 ms.
+    """Returns a token bucket for 1 ms, but for at least two TCP segments, with a queue for 20 ms.
 
-    A pause fills the bucket, and what it holds then goes at once: a large one makes a slow network faster than its
-    rate. But tbf cuts segments larger than the bucket into packets: at 10gbit, buckets of 40 kB carry 2.3 Gbit/s, 70 kB
-    6.8, 128 KiB 9.0 and 1.25 MB 9.4; at 1gbit, 16 kB carry 0.77 and 128 KiB 0.956, which is all that headers leave.
+    A large bucket makes a slow network faster than its rate, because the bucket fills in a pause and its content is
+    then sent at once. A small bucket is slow, because tbf splits segments that are larger than the bucket into packets.
+    At 10gbit, buckets of 40 kB reach 2.3 Gbit/s, 70 kB 6.8, 128 KiB 9.0 and 1.25 MB 9.4. At 1gbit, 16 kB reach 0.77,
+    and 128 KiB reach 0.956, the maximum payload.
     """
     bytes_per_s = _bytes_per_s(rate)
     burst = max(int(bytes_per_s * 0.001), 2 * segment)

@@ -24,7 +24,7 @@ def told_by(call: Callable[[], object]) -> tuple[str, str, float]:
 
 
 def told_to(number: int, message: str) -> bool:
-    """Returns True if the error says that the rank observed the failure, or which rank reported it."""
+    """Returns True if the error states that its rank observed the failure, or names the rank that reported it."""
     me = rf"rank {number} \(h\d, pid \d+\)"
     return (
         re.search(

@@ -204,7 +204,7 @@ def fail_to_meet(how: str) -> Counter[str]:
     interface = "eth7" if how == "interface" and rank() == 1 else None
     with pytest.raises((dist.PacelineError, ValueError)):
         dist.init_process_group(timeout=timedelta(seconds=2), algorithm=algorithm, interface=interface)
-    # The error at hand keeps the failed call's objects alive: but for wake-up descriptors, all is closed.
+    # The caught error keeps the objects of the failed call alive, but only their wake-up descriptors are still open.
     assert not {what for what in left_behind(before) if what != "descriptor anon_inode"}, left_behind(before)
     return left_behind(before)
 

@@ -1,4 +1,4 @@
-"""All listening sockets of a running job are found, and reject strangers without harm to the job."""
+"""The doctor finds all listening sockets of a running job, which reject strangers without harm to the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C on one host, in a collective or while groups form: it raises there, and the others raise an error."""
+"""Ctrl-C on one host, in a collective or while groups form, raises KeyboardInterrupt there and errors elsewhere."""
 
 from __future__ import annotations
 

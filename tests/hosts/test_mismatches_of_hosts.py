@@ -59,7 +59,7 @@ def make_calls_that_do_not_match() -> list[tuple[str, str, float]]:
                 work = make(group, later)
                 if later:
                     wait_for(work)
-                # A rank whose part was over before the mismatch was seen is told with its next call.
+                # A rank that completed its part before the mismatch was detected raises the error in its next call.
                 time.sleep(0.1)
                 dist.barrier(group)
 
@@ -87,7 +87,7 @@ def split_wrongly() -> str:
     dist.init_process_group()
     rows = [2, 2, 2]
     with pytest.raises(dist.CollectiveMismatchError) as caught:
-        # Rank 2 expects three rows of rank 1, which sends two.
+        # Rank 2 expects three rows from rank 1, but rank 1 sends two.
         wanted = [2, 3, 2] if rank() == 2 else rows
         dist.all_to_all_single(torch.empty(sum(wanted)), torch.ones(6), wanted, rows)
         time.sleep(0.1)

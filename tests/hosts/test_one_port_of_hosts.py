@@ -25,7 +25,7 @@ OPEN = "the firewalls are there"
 def run_behind_firewalls(
     hosts: Callable[..., object], ranks: list[int], closed: set[int], fn: Callable[..., object], tmp_path: Path
 ) -> list[object]:
-    """Runs a function on hosts that accept connections at one port each, or at none if in `closed`."""
+    """Runs a function on hosts that accept connections at one port. The hosts in `closed` accept none."""
     with hosts(ranks, bridged=True).start(fn, str(tmp_path)) as world:
         world.network.close_ports(*(set(range(len(ranks))) - closed), but=PORT)
         if closed:

@@ -24,7 +24,7 @@ def contribution(count: int, of: int, dtype: torch.dtype = torch.float32) -> tor
 
 
 def tolerance(kind: str, dtype: torch.dtype) -> float:
-    """All contributions are below 1, and each is rounded at most twice, as part of a sum."""
+    """Returns the maximum error of a sum. All contributions are below 1, and each is rounded at most twice."""
     return 2 * dist.get_world_size() * (HALF_STEP[kind] + 2 * torch.finfo(dtype).eps)
 
 
@@ -85,9 +85,9 @@ def sum_lists_views_and_later() -> None:
 
 
 def of_unequal_magnitudes() -> torch.Tensor:
-    """Next to 100, int4 rounds 0.1 to zero, until the residual has grown to half a step of 100 / 7.
+    """Next to 100, int4 rounds 0.1 to zero until the residual has grown to half a step of 100 / 7.
 
-    Each part of the tensor that is rounded by itself has a 100, whatever the number of ranks.
+    Each separately rounded part of the tensor contains a 100, whatever the number of ranks is.
     """
     tensor = torch.full((128,), 0.1)
     tensor[::16] = 100.0
@@ -179,7 +179,7 @@ def descend(wire: str | None, steps: int = 60) -> torch.Tensor:
 def train_as_without_rounding() -> None:
     exact, rounded = descend(None), descend("int4")
     same_bits_everywhere(rounded)
-    # In the direction of small gradients, 60 steps come as far as without rounding but for that of one step or two.
+    # After 60 steps, weights with small gradients differ from the exact ones by the rounding of one or two steps.
     assert (exact - rounded).abs().max() <= 3 * 100 * dist.get_world_size() * HALF_STEP["int4"]
     assert not torch.equal(exact, rounded)
     model = nn.Linear(4, 4)

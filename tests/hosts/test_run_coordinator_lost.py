@@ -23,7 +23,7 @@ def test_another_machine_coordinates_when_the_first_is_killed(machines):
     left = [uid for uid in here.workers() if here.host_of(uid) != "h0"]
     launchers[0].kill()
     here.wait_for_view(*left)
-    # It cannot be told from a cut if something that was sent to it was still unread.
+    # The death of a launcher with unread messages cannot be distinguished from a cut.
     told = "which coordinated, (has left|cannot be reached); machine . coordinates from now on"
     here.wait(lambda: any(re.search(told, here.said(launcher)) for launcher in launchers[1:]))
     here.say("end")

@@ -1,4 +1,4 @@
-"""A machine is lost with its disk: its replacement restores the copy in another launcher's memory."""
+"""The replacement of a machine that was lost with its disk restores the copy in another launcher's memory."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ def test_a_stopped_worker_is_replaced_on_its_machine(machines):
 
 def test_the_others_go_on_when_a_launcher_is_killed(machines):
     here = machines(2)
-    # The majority stays: a launcher that dies with unread messages resets its connection, which proves no death.
+    # The other host has the majority of workers, because a launcher that dies with unread messages resets its
+    # connection, and a reset does not prove a death.
     serving, other = here.join(0, "2", 3), here.join(1, "2", 1)
     here.wait(lambda: len(here.latest()) == 4)
     lost = [uid for uid, (_, slot, _) in here.workers().items() if here.host_of(uid) == "h1"]

@@ -77,7 +77,7 @@ def form_a_group_among_strangers(directory: str, most: int) -> int:
     dist.init_process_group(timeout=timedelta(seconds=100))
     address, store = ipv4(rank()), int(os.environ["MASTER_PORT"])
     seen = 0
-    # The first rank's listener for links stays open until the last rank comes.
+    # The first rank's listener for links stays open until the last rank has connected.
     if rank() == 2:
         await_word(directory, "strangers are here", timeout_s=90)
     elif rank() == 0:
@@ -151,7 +151,7 @@ def be_shown_out_at_first() -> None:
         leave = AuthenticatedListener._leave
 
         def too_busy(keeper: AuthenticatedListener, number: int) -> bool:
-            """Newer connections displace the first two just when their proof arrives."""
+            """Newer connections displace the first two connections just when the proofs of those two arrive."""
             welcome = leave(keeper, number)
             if welcome and keeper._channel == "links" and len(shown_out) < 2:
                 shown_out.append(number)

@@ -1,4 +1,4 @@
-"""Paceline within hosts and another engine between them, compared with values computed here."""
+"""Results with Paceline within hosts and another engine between hosts, compared with computed values."""
 
 from __future__ import annotations
 

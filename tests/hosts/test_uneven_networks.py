@@ -1,4 +1,4 @@
-"""On unequal links between hosts, all-reduces use the schedules for them, with correct results."""
+"""On unequal links between hosts, all-reduces use schedules for uneven networks, and the results are correct."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_the_serving_launcher_names_a_rank_elsewhere(machines):
     first, second = (
         machines.start(host, *place, *flags, "--node-rank", str(host), str(machines.script)) for host in range(2)
     )
-    # A rank that a busy machine keeps from its call may be named before it.
+    # On a busy machine, the launcher may first report another rank that is late for its call.
     machines.wait(lambda: "rank 3 has not reached this call: it is stopped by a signal" in machines.said(first))
     said = machines.said(first)
     assert "ranks 0-2 wait in all_reduce(float32, 4) call 12 (worker.py:9)" in said

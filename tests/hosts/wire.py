@@ -16,11 +16,11 @@ _LIMIT = 256 << 20  # bytes under way; what comes in beyond is dropped, as by an
 
 @dataclass(frozen=True)
 class Conditions:
-    """`delay_ms` is one way; `loss` is the probability for a packet; `cut` holds pairs of hosts, lower number first.
+    """Conditions of a network: `delay_ms` is the one-way delay, and `loss` the probability that a packet is lost.
 
-    With `port`, only the TCP connections over IPv4 to this port are cut. `doors` holds hosts behind a firewall, each
-    with a port at which it accepts TCP connections over IPv4 from other hosts, or 0 if there is none; its own
-    connections to others pass.
+    `cut` contains pairs of hosts, the lower number first. If `port` is given, only TCP connections over IPv4 to this
+    port are cut. `doors` contains pairs of a host behind a firewall and a port at which it accepts TCP connections over
+    IPv4 from other hosts, or 0 if it accepts none. The firewall does not affect the host's own connections to others.
     """
 
     delay_ms: float = 0.0
@@ -91,7 +91,7 @@ class Wire:
 
 
 def _tcp_ports(frame: bytes) -> tuple[int, ...]:
-    """Returns the ports of a TCP over IPv4 frame, or none for other frames."""
+    """Returns the ports of a frame of TCP over IPv4, or an empty result for other frames."""
     packet = frame[VNET_HEADER + 14 :]
     if frame[VNET_HEADER + 12 : VNET_HEADER + 14] != b"\x08\x00" or packet[9] != socket.IPPROTO_TCP:
         return ()
