@@ -1,4 +1,4 @@
-"""Checkpoints between the backward passes of an accumulation: nothing is lost, or a message reports what is."""
+"""Checkpoints between the backward passes of an accumulation: nothing is lost, or a message reports the loss."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_gradients_are_saved_only_while_they_wait_for_a_step(ranks: type[Ranks],
 
 
 def load_of_before(root: Path) -> None:
-    """Loads a checkpoint of an earlier version, which did not save gradients."""
+    """Loads a checkpoint that an earlier version saved, without gradients."""
     from paceline.train.elastic.worker.elastic_state import ElasticState
 
     dist.init_process_group()

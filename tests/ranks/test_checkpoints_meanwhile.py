@@ -55,7 +55,7 @@ def mutate_while_saving(root: Path, times: int) -> None:
 
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
-    """A directory without fsync, because the test checks the contents and not their durability."""
+    """A directory in memory, because the tests check the contents of files and not their durability."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as directory:
         yield Path(directory)
@@ -118,7 +118,8 @@ def die_at(point: str, count: int, victim: int, root: Path, asynchronous: bool) 
     return reported
 
 
-# tests/chaos/test_checkpoint_kills.py tries every operation of every rank; here it is how the others learn of it.
+# tests/chaos/test_checkpoint_kills.py tries every operation of every rank. These cases test how the other rank detects
+# the death.
 DEATHS = [("create", 1, False), ("sync", 1, True), ("write", 0, True), ("rename", 0, False), ("remove", 0, True)]
 
 

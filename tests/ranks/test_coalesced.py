@@ -49,7 +49,8 @@ def as_torch_does(rendezvous: str, async_op: bool) -> None:
         torch_dist.all_gather_coalesced(theirs, inputs)
         assert all(map(same, ours, theirs))
 
-        # torch's gloo has no coalesced form of the others, and none takes several types: one call a tensor.
+        # torch's gloo has no coalesced form of the other collectives, and no form accepts several types, so each tensor
+        # needs a call.
         mixed = some_tensors(rank, seed, TYPES)
         ours, theirs = [t.clone() for t in mixed], [t.clone() for t in mixed]
         call(dist.all_reduce_coalesced, ours, dist.ReduceOp.MAX)

@@ -205,7 +205,7 @@ def reduce_shared_tensors() -> None:
         tensor.copy_(values[rank])
         dist.all_reduce(tensor)
         assert torch.equal(tensor, wanted)
-    # Only some ranks' tensors are shared: the ordinary way, the same result.
+    # If only some ranks' tensors are shared, the general path is used, with the same result.
     mixed = dist.empty_shared(300_001) if rank == 0 else torch.empty(300_001)
     mixed.copy_(values[rank])
     dist.all_reduce(mixed)

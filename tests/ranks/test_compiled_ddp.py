@@ -1,6 +1,6 @@
-"""Compiled models in data parallelism, Paceline's own and PyTorch's over the backend "paceline".
+"""Compiled models in Paceline's data parallelism, and in PyTorch's over the backend "paceline".
 
-Each program trains as the same model does that is not compiled.
+Each compiled model trains like the same model without compilation.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Network(nn.Module):
 
 
 class Counting:
-    """A compiler that runs graphs as they are, or their functional forms, and counts those with a linear layer."""
+    """A compiler that runs graphs unchanged or in functional form, and counts the graphs with a linear layer."""
 
     def __init__(self, backend: str) -> None:
         self._compile = torch._dynamo.lookup_backend(backend)

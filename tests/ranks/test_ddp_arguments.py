@@ -37,7 +37,7 @@ def test_a_process_may_have_several_devices(ranks):
 
 
 class OverDevices(nn.Module):
-    """Each half names its device, as in models that are too large for one."""
+    """A module whose halves specify their devices, as in models that are too large for one device."""
 
     def __init__(self) -> None:
         super().__init__()

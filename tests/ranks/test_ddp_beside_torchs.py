@@ -1,4 +1,4 @@
-"""Whatever torch's DistributedDataParallel accepts over gloo is accepted, with equal results.
+"""DistributedDataParallel accepts everything that torch's accepts over gloo, with equal results.
 
 Modules change after wrapping, inputs and outputs contain themselves or are nested tensors, modules are scripted or
 traced, and buffers are of every kind.
@@ -113,7 +113,7 @@ def with_a_frozen_parameter(module: nn.Module) -> None:
 
 
 def with_buffers(module: nn.Module) -> None:
-    """The buffers are used, and differ between ranks until rank 0's are copied."""
+    """Adds buffers that differ between ranks until those of rank 0 are copied, and that affect the output."""
     module.register_buffer("factor", torch.tensor(1.0 + dist.get_rank()))
     module.shift = nn.Module()
     module.shift.register_buffer("values", torch.tensor([1.0 + dist.get_rank()]))
@@ -219,7 +219,7 @@ SENT = ("meta", "negative", "complex32")  # what torch sends over gloo; it leave
 
 
 def keeping(kind: str, is_sent: bool, wrap: Callable[..., nn.Module]) -> list[torch.Tensor]:
-    """Returns the buffer, and the gradients beside it."""
+    """Returns the values of a buffer and the gradients of its module after two steps."""
     torch.manual_seed(1)
     module = nn.Linear(3, 1)
     module.register_buffer("kept", BUFFERS[kind](1.0 + dist.get_rank()))

@@ -1,4 +1,4 @@
-"""The hooks that Paceline provides average to their precision, and training with them converges."""
+"""Paceline's hooks compute averages within their precision, and training with them converges."""
 
 from __future__ import annotations
 

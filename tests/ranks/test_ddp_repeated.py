@@ -1,4 +1,4 @@
-"""A second backward pass of one forward pass, after gradients were cleared, averages the new gradients."""
+"""A second backward pass after one forward pass averages the new gradients if the old ones were cleared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY_BUCKETS = {"bucket_cap_mb": 1e-5, "overlap": True}
 
 
 class Heads(nn.Module):
-    """Its two outputs share a trunk, and each has a layer of its own."""
+    """A network with two outputs, which share a trunk and have one separate layer each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ def test_torchs_positional_arguments_come_in_its_order():
 
 
 class Net(nn.Module):
-    """Has buffers that differ between ranks, and a layer that forward does not use."""
+    """A network with buffers that differ between ranks, and with an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()

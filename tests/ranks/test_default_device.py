@@ -1,7 +1,7 @@
 """`torch.set_default_device` affects the user's tensors, and none of Paceline's own.
 
-The default here is the meta device, whose tensors have no values: a message that is made there by mistake has none
-either, so that the test needs no GPU.
+The default is the meta device, whose tensors have no values. Therefore, the test detects a message that is created
+there by mistake, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def inputs() -> torch.Tensor:
 
 
 def model(*extra: nn.Module) -> nn.Sequential:
-    """Created without the default device, as when a user moves a module to its device."""
+    """Returns a model on the CPU, whatever the default device is, like a module that a user has moved."""
     with CPU:
         torch.manual_seed(dist.get_rank())
         return nn.Sequential(nn.Linear(8, 64), *extra, nn.Linear(64, 2))

@@ -1,7 +1,7 @@
 """Runs the programs in the docs as printed, on ranks that define the model and data that they use.
 
-Those to learn from are whole, and are run by the launcher. tests/unit/docs/test_docs_code.py checks that the Chinese
-pages have the same programs.
+The programs in docs/learn are complete, and run under the launcher. tests/unit/docs/test_docs_code.py checks that the
+Chinese pages have the same programs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WHOLE = [
 _ON_FOUR_RANKS = ("docs/learn/collectives.md", "docs/learn/process-groups.md")
 _LIMIT_S = 110
 
-# What these pages show is run by other tests, since it needs other processes, another engine or another framework.
+# Other tests run the programs of these pages, which need other processes, another engine or another framework.
 _RUN_ELSEWHERE = {
     "checkpoints.md": "tests/ranks/test_checkpoints_in_training.py",
     "clusters.md": "tests/clusters/test_ray.py",

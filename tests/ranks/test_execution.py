@@ -10,7 +10,7 @@ import paceline as dist
 
 
 class Growing(nn.Module):
-    """The size of its output depends on the number of calls."""
+    """A layer whose output size depends on the number of its calls."""
 
     def __init__(self) -> None:
         super().__init__()

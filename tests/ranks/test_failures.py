@@ -63,7 +63,7 @@ def _mode(path: str) -> int:
     return os.stat(path).st_mode if os.path.exists(path) else 0
 
 
-# A process that dies closes its sockets last, after its memory was freed. Here they stay open for good.
+# A process that dies closes its sockets last, after its memory has been freed. In this test, they are never closed.
 @pytest.mark.parametrize("algorithm", [None, "ring"])
 def test_a_death_is_known_before_the_sockets_close(ranks, algorithm):
     with ranks(3).start(die_with_open_sockets, algorithm) as world:

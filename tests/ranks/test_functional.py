@@ -22,7 +22,7 @@ ROOT = 1
 
 @dataclass(frozen=True)
 class Case:
-    """A call on a rank, and all results computed from all inputs; `inputs` is the number of tensors."""
+    """A call on a rank, and a reference that computes all ranks' results; `inputs` is the number of input tensors."""
 
     name: str
     call: Callable[[Tensors, int, int], Tensors]

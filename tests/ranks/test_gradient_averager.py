@@ -103,7 +103,7 @@ def test_gradients_that_share_memory_on_one_rank_are_averaged(ranks, overlap):
 
 
 class Prompted(nn.Module):
-    """The gradient of `prompt` is a part of that of `positions`, and does not start where that does."""
+    """A module in which the gradient of `prompt` is a slice of the gradient of `positions`, with an offset."""
 
     def __init__(self) -> None:
         super().__init__()

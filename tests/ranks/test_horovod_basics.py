@@ -20,7 +20,8 @@ def squared(number: int) -> tuple[int, int]:
 
 
 def test_run_returns_what_the_ranks_return(monkeypatch):
-    # Forks of a process that has torch; with the usual method each imports it.
+    # The ranks are forks of a process that has imported torch. With the default start method, each rank would import
+    # it.
     monkeypatch.setattr(basics, "spawn", partial(paceline.spawn, start_method="forkserver"))
     assert hvd.run(squared, args=(3,), np=2, hosts="localhost:2", verbose=True) == [(0, 9), (1, 9)]
     with pytest.raises(ValueError, match="paceline run"):

@@ -1,4 +1,4 @@
-"""`paceline.horovod` behaves as Horovod's documentation describes; results are compared with computed ones."""
+"""`paceline.horovod` behaves as Horovod's documentation describes; results equal computed values."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ MEAN = SUM / RANKS
 
 
 def gradient(call: Callable[[torch.Tensor], torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of a call's argument, where that of its result is `weight(rank)` everywhere."""
+    """Returns the gradient of a call's argument if every element of the result has the gradient `weight(rank)`."""
     leaf = mine.clone().requires_grad_()
     (call(leaf) * weight(hvd.rank())).sum().backward()
     assert leaf.grad is not None

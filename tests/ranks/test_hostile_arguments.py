@@ -1,7 +1,7 @@
-"""No arguments from Python terminate the process: each batch of calls runs on its own ranks, which must survive.
+"""Arguments from Python never terminate the process: each batch of calls runs on its own ranks, which must survive.
 
-A batch follows a seed. The ranks choose the same arguments, now and then other ones, and note each call before they
-make it; a rank that dies has noted the call last.
+A seed determines each batch. The ranks usually choose the same arguments, and sometimes different ones. They record
+each call before they make it, so the last recorded call of a dead rank is the one that terminated it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALLS_AFTER_THE_END = 5  # of a group
 PATIENCE = timedelta(seconds=0.3)
 MOST_S = 90
 
-# They end the group, or form another one, for which all ranks must come.
+# These calls end the group, or form another one, in which all ranks must take part.
 ENDS = {"abort", "shutdown", "shrink", "reconfigure", "merge_remote_group", "split_group"}
 
 Arguments = Callable[[], Sequence[object]]

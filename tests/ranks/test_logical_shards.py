@@ -19,7 +19,7 @@ from paceline.train.logical_shards.tree_sum import Node, add, add_up, nodes_with
 
 @functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Read in this process, because importing scikit-learn in every rank takes longer than the training."""
+    """Reads the digits in this process, because importing scikit-learn in every rank takes longer than the training."""
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
@@ -107,7 +107,7 @@ def train(
 
 
 def train_wrapped(kind: str, images: Images, accumulate: int = 1) -> str:
-    """An epoch of steps of 16 samples, with what is not for a fixed number of ranks written as ever."""
+    """Trains for an epoch with 16 samples per step, in a loop that is written as usual for any number of ranks."""
     torch.manual_seed(dist.get_rank())
     model, dataset = (cnn(), Digits(*images, noise=0)) if kind == "cnn" else (Transformer(), Sequences())
     model = dist.DistributedDataParallel(model, deterministic=True, logical_shards=4, seed=7)
@@ -144,7 +144,7 @@ def test_an_epoch_has_the_same_bits_on_one_two_and_four_ranks(ranks):
 
 
 def in_other_numbers(images: Images, file: str) -> dict[str, tuple[str, list[float]]]:
-    """Of 7 shards, of 4 shards read by workers, and of 8 shards in an epoch that others have begun or will end."""
+    """Returns results of 7 shards, of 4 shards with loader workers, and of 8 shards in an epoch of several runs."""
     dist.init_process_group()
     done = {"7 shards": train("cnn", 7, images), "workers": train("cnn", 4, images, int(dist.get_world_size() == 2))}
     if dist.get_world_size() == 1:
@@ -154,7 +154,7 @@ def in_other_numbers(images: Images, file: str) -> dict[str, tuple[str, list[flo
 
 @pytest.fixture(scope="module")
 def on_other_numbers(tmp_path_factory):
-    """Returns the results of one rank alone, of two that leave the epoch, and of three that complete it."""
+    """Returns the results of one rank, of two ranks that leave the epoch, and of three ranks that complete it."""
     file = tmp_path_factory.mktemp("epoch") / "checkpoint"
     return [Ranks(size)(in_other_numbers, digits(), str(file))[0] for size in (1, 2, 3)]
 
@@ -199,7 +199,7 @@ def test_the_gradient_is_that_of_the_mean_over_the_step(ranks):
 
 
 def add_by_each_way() -> None:
-    """Returns sums of six shards in the core, of five in slices, and of one that only rank 1 has."""
+    """Compares sums of six shards in the core, of five shards in slices, and of one shard that only rank 1 has."""
     dist.init_process_group()
     group, rank = dist.new_group(), dist.get_rank()
     made = torch.Generator().manual_seed(0)

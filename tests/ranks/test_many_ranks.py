@@ -1,4 +1,4 @@
-"""More ranks on one host than bits in a mask, with too few descriptors for a connection to each."""
+"""More ranks on one host than a mask has bits, with too few descriptors for a connection to each rank."""
 
 from __future__ import annotations
 

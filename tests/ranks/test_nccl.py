@@ -46,7 +46,7 @@ def move_and_end() -> list[str]:
 
 def test_three_ranks_move_tensors_and_end_their_groups(ranks):
     for rank, calls in enumerate(ranks(3)(move_and_end)):
-        # The default group, that of ranks 0 and 2, and a direction each to and from the neighbors.
+        # The groups are the default group, the group of ranks 0 and 2, and one for each direction of messages.
         assert calls.count("shutdown") == calls.count("construct") == (3 if rank == 1 else 4)
         assert "abort" not in calls
         assert "allreduce_coalesced" not in calls, "the pieces of a list are one call"

@@ -8,7 +8,7 @@ from forked_launcher import run
 from paceline.interop.torch_backend import patches
 from paceline.operate.launch.workers.environment import compat_variables, parse_libraries
 
-# Prints what made the group, what torch says of it, and a sum.
+# Prints the classes of two groups, their backends according to torch, and a sum.
 PROGRAM = """
 import torch
 import torch.distributed as dist

@@ -196,7 +196,7 @@ def only_here(directory: str) -> None:
         torch_dist.all_reduce(scaled, torch_dist._make_nccl_premul_sum(0.5))
         assert (scaled == size / 2).all()
 
-        # What gloo refuses: lists of parts exchanged, types without arithmetic, memory that is not contiguous.
+        # gloo rejects exchanges of lists of tensors, types without arithmetic, and memory that is not contiguous.
         outputs = [torch.zeros(2) for _ in range(size)]
         torch_dist.all_to_all(outputs, [torch.full((2,), 10.0 * rank + r) for r in range(size)])
         assert [int(output[0]) for output in outputs] == [10 * r + rank for r in range(size)]

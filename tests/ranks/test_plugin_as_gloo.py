@@ -20,7 +20,7 @@ from paceline.interop.torch_backend.process_group import TorchProcessGroup
 
 
 def with_both(program: Callable[[], object], directory: str) -> None:
-    """Runs on a rank: the program must return the same with Paceline in place of gloo as with gloo."""
+    """Runs on a rank: the program must return the same result over Paceline in place of gloo and over gloo itself."""
     found = []
     for of in ("gloo", "paceline"):
         os.makedirs(f"{directory}/{of}", exist_ok=True)
@@ -34,7 +34,7 @@ def with_both(program: Callable[[], object], directory: str) -> None:
 
 
 def events() -> list[tuple[str, bool, list[list[int]]]]:
-    """Returns the calls in a profile: names, if they ended on another thread, and shapes of tensors."""
+    """Returns the name of each call in a profile, whether the call ended on another thread, and the tensor shapes."""
     rank = torch_dist.get_rank()
     one, two = torch.ones(3), torch.ones(2, 3)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:

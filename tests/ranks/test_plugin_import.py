@@ -1,4 +1,4 @@
-"""The entry point that registers the backend at `import torch`, and must never break or delay the import."""
+"""The entry point registers the backend at `import torch`, and never breaks or delays the import."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_broken_installation_breaks_only_its_own_groups(installed):
 
 
 def test_without_autoloading_one_call_makes_it_known(installed):
-    """Before that, in a fork of the same interpreter, an error inside does not end the import of torch."""
+    """A fork of the same interpreter shows that an error during the registration does not end the import of torch."""
     code = (
         f"{KNOWN}\n"
         "import os, sys\n"

@@ -1,7 +1,7 @@
 """Runs the plug-in's tests with another release of torch, in a separate environment.
 
-`PACELINE_OTHER_TORCH` names that environment's interpreter, of the same version of Python, with torch, msgspec, numpy,
-pytest, pytest-timeout and hypothesis; `make plugin RELEASE=2.6` makes one.
+`PACELINE_OTHER_TORCH` is the path of that environment's interpreter. The environment must have the same version of
+Python, and contain torch, msgspec, numpy, pytest, pytest-timeout and hypothesis. `make plugin RELEASE=2.6` creates one.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def saved_and_loaded() -> Result:
     return wanted
 
 
-# Before torch 2.7, its compiler takes no call without a group, and `fully_shard` needs an accelerator.
+# Before torch 2.7, torch's compiler accepts no call without a group, and `fully_shard` needs an accelerator.
 NEWER = [compiled, saved_and_loaded] if torch.__version__ >= (2, 7) else []
 WORLDS = {
     2: Comparison(new_groups, tensors, functional_collectives, compiled_ddp, *NEWER),

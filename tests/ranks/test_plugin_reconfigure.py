@@ -39,7 +39,7 @@ class Job:
         return torch_dist.group.WORLD
 
     def handles(self, stage: str, names: list[int]) -> list[str]:
-        """Publishes this rank's handle, and waits for those of `names` and returns them."""
+        """Publishes this rank's handle; waits for the handles of `names` and returns them."""
         self.store.set(f"{stage}/{self.name}", torch_dist._get_reconfigure_handle())
         return [self.store.get(f"{stage}/{name}").decode() for name in names]
 

@@ -60,7 +60,7 @@ def around_the_ring(library: object, rank: int, size: int) -> list[torch.Tensor]
         work.wait()
     received += rooms
 
-    # Tags are taken in the order in which the receiver asks.
+    # The receiver selects messages by their tags, in any order.
     works = [library.isend(torch.full((3,), float(tag)), after, tag=tag) for tag in (5, 6)]
     for tag in (6, 5):
         room = torch.empty(3)

@@ -1,7 +1,7 @@
-"""The fast path for calls on plain tensors: the calls that use it, and that the results are the same.
+"""The fast path for calls on plain tensors: the calls that use it, and their results.
 
-`timeout=` makes a call take the long way, which otherwise only unusual calls do. (That both compute the same for random
-tensors is seen in `test_persistent.py`: persistent calls are prepared on the long way.)
+`timeout=` makes a call use the slow path, which otherwise only unusual calls use. `test_persistent.py` checks that both
+paths give the same results for random tensors, because persistent calls are prepared on the slow path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ LONG = 100.0
 
 
 def ways_of(make: Callable[[], object]) -> list[bool]:
-    """Runs calls; returns True for each that used the fast path. (all_reduce and broadcast have their own paths.)"""
+    """Runs calls; returns True for each attempt to use the fast path that succeeded, and otherwise False.
+
+    all_reduce and broadcast have their own paths.
+    """
     taken: list[bool] = []
     run_plainly = ProcessGroup.try_fast_call
 
@@ -56,7 +59,7 @@ def plain_tensors_take_it() -> None:
         for n in (0, 1, 5000):
             for call in calls_of(torch.ones(n, dtype=dtype), lambda n, dtype=dtype: torch.ones(n, dtype=dtype)):
                 assert ways_of(call) == [True]
-                # Asynchronous calls and those with a time limit of their own are not asked for at all.
+                # Asynchronous calls and calls with a timeout do not even attempt to use the fast path.
                 assert ways_of(lambda call=call: call(timeout=LONG)) == []
                 assert ways_of(lambda call=call: call(async_op=True).wait()) == []
 
@@ -71,7 +74,7 @@ def unusual_tensors_do_not() -> None:
 
 
 def all_reduces_of(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Runs an all_reduce; returns if Python inspected the tensor, and if the call was planned."""
+    """Runs an all_reduce; returns whether Python inspected the tensor, and whether the call was planned."""
     looked, planned = mock.MagicMock(), mock.MagicMock()
     look, run = ProcessGroup.fast_all_reduce, dist.ProcessGroup._run
     with (

@@ -25,7 +25,7 @@ def _own_rank() -> int:
 
 
 def _meet(url: str, world_size: int, rank: int, timeout_s: float) -> tuple[str, float]:
-    """Returns a rank's error message ("" if the rendezvous succeeded), and the time until then."""
+    """Returns a rank's error message ("" if the rendezvous succeeded), and the duration of the rendezvous."""
     started = time.monotonic()
     try:
         joined = rendezvous(url, None, world_size, rank, timeout_s)

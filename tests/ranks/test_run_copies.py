@@ -64,12 +64,12 @@ def test_restarted_workers_go_on_without_the_disk(tmp_path: Path) -> None:
     script.write_text(SCRIPT.format(**PLAIN, in_step_7=kill))
     done = forked_launcher.run("--nproc-per-node", "2", "--max-restarts", "1", str(script), str(tmp_path / "disk"))
     assert done.returncode == 0, done.stderr
-    # The copy of step 6 may not have been whole when the worker died.
+    # The copy of step 6 may have been incomplete when the worker died.
     assert re.search("restored step [36] from memory", done.stderr), done.stderr
     assert len(digests(done.stdout)) == 1
 
 
-# The others wait until the worker that replaces the one that dies has restored.
+# The others wait until the replacement of the dead worker has restored its state.
 DIE_OR_WAIT = """
                 if os.environ["PACELINE_WORKER"] == "0.1.0":
                     os.kill(os.getpid(), 9)

@@ -46,7 +46,7 @@ class Elastic:
         return (self.directory / stream).read_text()
 
     def log(self) -> dict[str, list[str]]:
-        """Returns the process id, slot, number of slots and time by worker."""
+        """Returns the process id, slot, number of slots and start time of each worker."""
         with contextlib.suppress(OSError):
             lines = [line.split() for line in (self.directory / "log").read_text().splitlines()]
             return {line[0]: line[1:] for line in lines if len(line) == 5}
@@ -56,7 +56,7 @@ class Elastic:
         return int(self.log()[uid][0])
 
     def latest(self) -> dict[str, list[str]]:
-        """Returns by worker the members of the latest view that it has entered."""
+        """Returns for each worker the members of the latest view that the worker has entered."""
         with contextlib.suppress(OSError):
             lines = [line.split() for line in (self.directory / "views").read_text().splitlines()]
             return {line[0]: line[1:] for line in lines}

@@ -20,7 +20,7 @@ import subprocess, sys
 inner = [sys.executable, "-m", "paceline", "run", "--nproc-per-node=2", sys.argv[1]]
 print(subprocess.run(inner, stdin=subprocess.DEVNULL).returncode)
 """
-# Rank 0's child is a new interpreter, rank 1's a fork.
+# Rank 0's child is a new interpreter, and rank 1's child is a fork.
 BY_THE_JOBS_STORE = """
 import os, subprocess, sys
 child = "import paceline, torch; paceline.init_process_group(); t = torch.ones(1); paceline.all_reduce(t); print(t)"
@@ -88,7 +88,8 @@ def test_loader_processes_of_a_worker_are_no_trouble(script):
     assert ended.stdout.count("sum 45") == 2
 
 
-# The outer launcher's guards kill the inner launcher and its guards, so they must find the inner workers' children too.
+# The outer launcher's guards kill the inner launcher and its guards, so the outer guards must also find the children of
+# the inner workers.
 APART = """
 import os, subprocess, sys
 child = subprocess.Popen(["sleep", "300"], start_new_session=True)

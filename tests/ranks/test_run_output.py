@@ -261,7 +261,7 @@ def test_a_crash_in_native_code_leaves_the_python_stack(script):
     assert re.search(r"\[rank 0\]   File .*script.py.*, line 2 in fall", done.stderr)
 
 
-# As torch's threads do now and then that run on because destroy_process_group() was not called.
+# This crash imitates torch's threads, which may crash at exit if destroy_process_group() was not called.
 CRASHES_AT_EXIT = """
 import os
 class Last:

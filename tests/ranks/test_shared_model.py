@@ -232,7 +232,7 @@ def buffers_come_from_rank_0() -> None:
 
 
 def uneven_inputs() -> None:
-    """Each rank has one batch more than the previous one; ranks without a batch count as zeros."""
+    """Each rank has one batch more than the previous rank; a rank without a batch contributes zeros."""
     for by_initial in (True, False):
         model, shared, _, _ = pair("mlp", SGD, lr=0.5)
         reference = copy.deepcopy(model)

@@ -181,8 +181,9 @@ def clip_within_join() -> None:
 def bytes_of_its_own() -> int:
     """Returns this rank's private memory and its share of the memory that ranks share.
 
-    Its share of other mappings depends on which processes, of other tests too, use the same libraries at the time. The
-    file is read line by line, since a process with many libraries would keep a part of the memory for the whole text.
+    Other mappings are not counted, because the share of a mapped library depends on the number of processes, including
+    those of other tests, that use it at the time. The file is read line by line, because the process might keep part of
+    the memory for the whole text.
     """
     gc.collect()
     trim_memory()

@@ -62,7 +62,7 @@ def of_pmi(rank: int, size: int) -> dict[str, str]:
 
 
 def ends_of(path: str, variables: list[dict[str, str]], tmp_path) -> list[str]:
-    """Starts a process with each set of variables, in a separate shell, and returns their output."""
+    """Starts a process in a separate shell for each set of variables; returns the output of the processes."""
     unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PACELINE_STORE")
     base = {name: value for name, value in ENVIRONMENT.items() if name not in unset} | {"TMPDIR": str(tmp_path)}
     words = ["sh", "-c", '"$0" "$1"; exit $?', sys.executable, path]

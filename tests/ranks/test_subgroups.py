@@ -72,7 +72,7 @@ def groups_of_groups() -> None:
     assert (half is outside) == (rank == 1)
     assert rank != 2 or "half" in repr(half)
 
-    # Only the members of a parent call; groups of all ranks can be made before and after.
+    # Only the members of the parent group make the call. Groups of all ranks can be created before and after it.
     if rank in (2, 3):
         one = dist.split_group(half, [[1], [0]], timeout=timedelta(seconds=7))
         assert dist.get_process_group_ranks(one) == [rank]

@@ -1,4 +1,4 @@
-"""Rank 0 reports once the calls whose duration differs from the prediction, whatever form they have."""
+"""Rank 0 reports calls of any form whose duration differs from the prediction, once for each kind of call."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def meet(directory: str, rank: int, size: int) -> None:
 
 
 def compare_every_legal_call(directory: str, names: list[str]) -> dict[str, str]:
-    """Runs on a rank; returns the differences by the name of the case."""
+    """Runs on a rank; returns the difference between the libraries for each case, by name."""
     told: dict[str, str] = {}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meet(directory, rank, size)

@@ -93,7 +93,7 @@ WAITS = "rank 0 waits in all_reduce(float32, 4096) call 32 (script.py:"
 def said(script, tmp_path):
     """Runs the job with a fault; returns the launcher's output when it contains `word` or the job has ended.
 
-    A rank that is "busy" works until `until` is said.
+    A rank that is "busy" computes until the launcher prints `until`.
     """
 
     def start(fault: str, word: str | None = None, until: str = "", job: str = JOB) -> str:

@@ -36,7 +36,7 @@ def ask_a_work() -> None:
     assert work.exception() is None
     assert work.result()[0] is tensor
 
-    # The result is what was passed, also where the call worked on copies or parts of it.
+    # The result is the tensor that was passed, even if the call used copies or parts of it.
     strided = torch.full((4, 4), 1.0)[:, 1]
     assert dist.all_reduce(strided, async_op=True).result()[0] is strided
     assert (strided == size).all()

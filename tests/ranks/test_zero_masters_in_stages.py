@@ -28,7 +28,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def averaged_losses(steps: int, clips: bool) -> list[float]:
-    """Without ZeRO: each rank updates copies of all parameters with the averaged gradients."""
+    """Returns the losses without ZeRO: each rank updates copies of all parameters with the averaged gradients."""
     model = built()
     masters = [nn.Parameter(each.detach().float()) for each in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=0.02)
@@ -51,7 +51,7 @@ def averaged_losses(steps: int, clips: bool) -> list[float]:
 
 
 def zero_losses(steps: int, stage: int, offload: Path | None, root: Path, clips: bool) -> list[float]:
-    """Runs half of the steps, a checkpoint, and the rest with another model and another stage."""
+    """Runs half of the steps, saves a checkpoint, and runs the other half with another model and another stage."""
     losses = []
     model = built()
     for part, chosen in enumerate((stage, 1 + stage % 3)):
