@@ -1,7 +1,7 @@
 """Two ranks on different hosts that copy their parts of a small state into both hosts' vaults.
 
-As a program, it forks and kills chosen ranks when they reach each failpoint of a copy for the n-th time, for every n:
-python checkpoint_copies.py DIRECTORY. It prints one line of JSON.
+As a program (`python checkpoint_copies.py DIRECTORY`), it kills chosen ranks when they reach each failpoint of a copy
+for the n-th time, for every n, and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PipeChannel:
 
 
 def copying_of(step: int, rank: int, keep: str | None, addresses: Sequence[str]) -> Replication:
-    """Returns a rank's copying, with the vault of its own host first."""
+    """Returns the replication of a rank's part, in which the vault of the rank's own host is the first one."""
     draft = Draft(f"step_{step:010d}", "", step, step, f"t{step}")
     values = encode({"step": step})
     assert isinstance(values, dict)
@@ -125,7 +125,7 @@ def steps_of(found: FoundCheckpoint, addresses: Sequence[str], root: str = ROOT)
 
 @dataclass
 class Outcome:
-    """The outcome of both ranks: if any rank reported a complete copy, and if any rank was killed."""
+    """The outcome of both ranks: whether a rank reported a complete copy, and whether a rank was killed."""
 
     is_reported: bool
     is_killed: bool
@@ -158,7 +158,7 @@ def copy_by_both(step: int, keep: str | None, addresses: Sequence[str], orders: 
 
 
 def sweep(addresses: Sequence[str], ranks: str, point: str) -> Iterator[int]:
-    """Kills at the 1st, 2nd, ... arrival at a failpoint until none is killed any more; checks the vaults after each."""
+    """Kills ranks at the 1st, 2nd, ... arrival at a failpoint until no rank is killed; checks the vaults each time."""
     step = count = 0
     while True:
         count, step = count + 1, step + 2

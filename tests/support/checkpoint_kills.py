@@ -1,6 +1,6 @@
 """Saves with two processes and kills chosen ones at their n-th disk operation, for every n.
 
-It is a separate program because it forks: python checkpoint_kills.py DIRECTORY. It prints one line of JSON.
+It is a separate program (`python checkpoint_kills.py DIRECTORY`), because it forks. It prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def follow(root: Root, step: int, leader: connection.Connection) -> None:
 
 @dataclass
 class Outcome:
-    """The outcome: if the checkpoint was reported as complete, and if a process was killed."""
+    """The outcome: whether the checkpoint was reported as complete, and whether a process was killed."""
 
     is_reported: bool
     is_killed: bool
@@ -93,7 +93,7 @@ def save(directory: Path, step: int, number: int, killed: set[int]) -> Outcome:
 
 
 def sweep(directory: Path, killed: set[int]) -> dict[str, int]:
-    """Kills at the 1st, 2nd, ... operation until no process is killed any more; checks the checkpoints after each."""
+    """Kills at the 1st, 2nd, ... operation until no process is killed; checks the checkpoints each time."""
     root = Root(directory)
     latest = step = number = reported = 0
     while True:

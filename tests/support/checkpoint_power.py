@@ -23,8 +23,8 @@ class Node:
 def after_power_loss(operations: Sequence[Operation], top: str, survives: Survives, chance: random.Random) -> Node:
     """Returns the contents of the directory `top` if the power is lost after these operations.
 
-    Data that was made durable by syncing its file or directory is present. Of the other operations, each survives or
-    not, as `survives` decides, independent of their order; a write may also survive in part.
+    Data that was made durable by syncing its file or directory is present. For each of the other operations, `survives`
+    decides whether it survives, independently of the order of the operations. A write may also survive in part.
     """
     replay = _Replay(operations, top, survives, chance)
     for number, operation in enumerate(operations):

@@ -19,7 +19,7 @@ BIT_OPS = ["BAND", "BOR", "BXOR"]
 def agree_with_gloo(
     file: str, algorithm: str | None, interface: str = "lo", backend: str | None = None, rounds: int = 1
 ) -> int:
-    """Returns the number of calls that were compared, in `rounds` with different sizes, roots and values."""
+    """Compares calls in `rounds` rounds of different sizes, roots and values; returns the number of compared calls."""
     dist.init_process_group(backend, algorithm=algorithm)
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["GLOO_SOCKET_IFNAME"] = interface

@@ -108,7 +108,7 @@ class Layout:
 
 
 def divided(layout: Layout, groups: Sequence[ProcessGroup], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Returns a rank's part of an untrained model and its optimizer; `groups` are those of the mesh dimensions."""
+    """Returns a rank's part of an untrained model and its optimizer; `groups` are the mesh's groups."""
     replicas, stages, parts = groups
     model = built(dtype)
     nn.init.zeros_(model.head.weight)  # values that reveal parameters that were not loaded
@@ -138,7 +138,7 @@ def divided(layout: Layout, groups: Sequence[ProcessGroup], dtype: torch.dtype =
 
 
 def require_part(state: dict[str, Any], whole: dict[str, Any]) -> None:
-    """Requires that a rank's part of a model is bitwise equal to that of the whole one."""
+    """Requires that a rank's part of a model is bitwise equal to the same part of the whole model."""
     mine, model = state["model"], whole["model"]
     expected = model.state_dict()
     rename = mine.whole.key_of if isinstance(mine, dist.Pipeline) else str

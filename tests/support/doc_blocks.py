@@ -23,7 +23,7 @@ _IN_PROSE = re.compile(r"`([^`\n]+)`")
 
 
 class Block(NamedTuple):
-    """A fenced block, or lines that are indented by four spaces, whose language is then empty."""
+    """A fenced block, or a block that is indented by four spaces and has an empty language."""
 
     page: Path
     line: int
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """Returns the fenced blocks of a page in these languages, or all of them."""
+    """Returns the fenced blocks of a page in these languages, or in any language if none is given."""
     text = page.read_text()
     found = [
         Block(page, text.count("\n", 0, fence.start()) + 2, fence[2], _without_indent(fence[3], len(fence[1])))
@@ -118,7 +118,7 @@ def _simple_commands(line: str) -> Iterator[list[str]]:
 
 
 def call_of_paceline(words: list[str]) -> list[str] | None:
-    """Returns the arguments of `paceline` in a command, after variables and other launchers, or None without it."""
+    """Returns the arguments of `paceline` in a command, even after variables and other launchers, or None."""
     words = [*words]
     while words and re.match(r"^[A-Z_]+=", words[0]):
         words.pop(0)

@@ -1,4 +1,4 @@
-"""Disables one rule of an elastic worker, for tests that must detect this; `run_without` does so in the worker."""
+"""Disables one rule of an elastic worker (see `run_without`), for tests that must detect the missing rule."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def skip_after_error(state: dist.ElasticState, loss: torch.Tensor, logits: torch
 
 
 def careless(epochs: int) -> None:
-    """Continues with the next batch without a backward pass, once, on worker 0.1.0."""
+    """Skips the backward pass of one batch on worker 0.1.0."""
     dist.init_process_group(elastic=True)
     inner, optimizer = build(centers=False)
     model = dist.DistributedDataParallel(inner)

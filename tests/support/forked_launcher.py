@@ -181,7 +181,8 @@ class _ForkingSubprocess:
 
         if words[1] != template.__file__:
             return subprocess.Popen(words, **options)
-        # It never returns, so no program is executed. The caller waits until it closes all descriptors.
+        # `_be_template` never returns, so no program is executed. The caller waits until the template closes all
+        # descriptors.
         return subprocess.Popen(
             words, preexec_fn=lambda: _be_template(words, options["env"], options["pass_fds"]), **options
         )
@@ -258,7 +259,7 @@ def _stream(number: int, is_buffered: bool, errors: str) -> io.TextIOWrapper:
 
 
 def _load_plug_in_again() -> None:
-    """Registers the plug-in as torch does during its import, which depends on the environment."""
+    """Registers the plug-in as torch does during its import, because the registration depends on the environment."""
     from torch.distributed import Backend
 
     Backend.backend_list.remove("paceline")

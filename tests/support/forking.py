@@ -22,8 +22,9 @@ if _OWN in os.environ:  # this process is the server, which has found this modul
     _take_back_path()
     gc.disable()  # the imported modules are not garbage
 
-# Modules that are slow to import, and modules that nearly every rank uses, starting with those of the tests. The last
-# two of torch take 1.5 s, and torch imports them when a rank first compares tensors or constructs an optimizer.
+# Modules that are slow to import, and modules that nearly every rank uses, starting with the modules of the tests.
+# torch itself would import torch.distributed.tensor and torch._dynamo when a rank first compares tensors or constructs
+# an optimizer, which takes 1.5 s.
 _IMPORTED = [
     "world",
     "one_world",
@@ -63,7 +64,7 @@ _IMPORTED = [
     "huge_pages",
 ]
 
-# A process has one server, which imports the modules that were set last, so no other code may set them.
+# A process has only one server. It imports the modules that were set last, so no other code may set modules.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(_IMPORTED)
 

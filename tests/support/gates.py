@@ -1,4 +1,4 @@
-"""A gate on the loopback interface, which this process treats as the address of another machine."""
+"""A gate on the loopback interface. This process treats the gate's address as that of another machine."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def wait_for_the_stopped(way: str, pair: dist.ProcessGroup, limit: timedelta) ->
 
 
 def begin_and_stop(directory: str, waiter: int, algorithm: str | None = None) -> dist.ProcessGroup | NonMember:
-    """Starts a job and stops rank 3; returns the group of that rank and `waiter`."""
+    """Starts a job and stops rank 3; returns the group of rank 3 and rank `waiter`."""
     dist.init_process_group(timeout=LONG, algorithm=algorithm)
     pair = dist.new_group([waiter, STOPPED])
     dist.barrier()
@@ -41,7 +41,7 @@ def begin_and_stop(directory: str, waiter: int, algorithm: str | None = None) ->
 
 
 def be_held_up(directory: str, way: str, waiter: int, algorithm: str | None = None) -> tuple[str, str, float]:
-    """Rank 3 is stopped, `waiter` waits for it, and the two others wait for `waiter`; returns their error messages."""
+    """Stops rank 3, for which `waiter` waits; the other two ranks wait for `waiter`. Returns the error of this rank."""
     pair = begin_and_stop(directory, waiter, algorithm)
     if rank() == waiter:
         assert isinstance(pair, dist.ProcessGroup)
@@ -80,7 +80,7 @@ def state_is_stopped(pid: int) -> bool:
 
 
 def require_cause(messages: list[str], waiting: str, stopped: str, may_be_direct: bool = False) -> None:
-    """Requires that each message names the stopped rank as the cause, and the other one as a waiting rank.
+    """Requires that each message names the stopped rank as the cause, and `waiter` as a waiting rank.
 
     With `may_be_direct`, a rank may also wait directly for the stopped rank, which would have forwarded the data.
     """
@@ -110,7 +110,7 @@ def compute_beside_a_call(directory: str) -> tuple[str, str, float]:
 
 
 def give_up_and_leave(directory: str) -> tuple[str, str, float]:
-    """Rank 2 gives up because of the stopped rank, in a group with it, while the others wait for rank 2."""
+    """In a group with the stopped rank, rank 2 gives up because of it, while the other ranks wait for rank 2."""
     pair = begin_and_stop(directory, 2)
     if rank() == 2:
         assert isinstance(pair, dist.ProcessGroup)

@@ -18,8 +18,8 @@ _OF_A_JOB = ("OMP_NUM_THREADS", "PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELI
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
 
 
-# The import line for scripts that need only a rendezvous. The launcher, which parses the script, does not recognize
-# this import, and therefore does not import torch before forking workers, which would take most of the time.
+# The import line for scripts that need only a rendezvous. The launcher does not recognize this import when it parses
+# the script. Therefore, it does not import torch before it forks workers, which would take most of the time.
 MEET = 'rendezvous = __import__("paceline.comm.rendezvous.rendezvous", fromlist=["rendezvous"]).rendezvous'
 
 

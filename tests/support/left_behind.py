@@ -1,7 +1,7 @@
 """The directory of a test run, which contains every temporary file of its processes.
 
-A run removes its directory at its end. If it is killed, the next run does so: each run holds a lock on its directory,
-which the kernel releases when the run's processes have exited.
+A run removes its directory when it ends. If a run is killed, the next run removes the directory of the killed one. Each
+run holds a lock on its directory, and the kernel releases the lock when all processes of the run have exited.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results that the nccl engine must compute, on the default device, whatever it is."""
+"""Checks of the results of the nccl engine, on a default device of any type."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def play(
         plans: The calls of each rank, in order.
         groups: The members of the groups, except the group of all ranks.
         stopped: A rank, and the index of the call that it never runs.
-        like: What is observed of the stopped rank, apart from its calls.
+        like: The observed state of the stopped rank, except its calls.
     """
     members = {WORLD: list(range(len(plans))), **(groups or {})}
     players = [_Player(list(plan)) for plan in plans]

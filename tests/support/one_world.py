@@ -90,7 +90,7 @@ Layout = int | tuple[int, ...]
 
 
 class OneWorld:
-    """Programs that share a world of each layout, which is run by the first of their tests.
+    """Programs that share a world for each layout. The first test of a layout runs all programs.
 
     A layout is a number of ranks on this machine, or the numbers of ranks on each of several hosts.
     """

@@ -1,4 +1,4 @@
-"""A small state with its step, and the requirement that a restored state has a step."""
+"""A small state that contains its step, and a check that a restored state is from a given step."""
 
 from __future__ import annotations
 

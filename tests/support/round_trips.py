@@ -1,4 +1,4 @@
-"""States of every kind of value, and the requirement that a checkpoint restores them."""
+"""States with every kind of value, and a check that checkpoints restore them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def optimizer_of(kind: type[torch.optim.Optimizer], steps: int) -> torch.optim.O
     return made
 
 
-# What makes each kind of object, with another state if it is given 0.
+# A factory for each kind of object. With the argument 0, some factories return an object with another state.
 OBJECTS: dict[str, Callable[[int], Any]] = {
     "loss": lambda _: nn.CrossEntropyLoss(),
     "identity": lambda _: nn.Identity(),
@@ -56,7 +56,7 @@ def is_object(value: object) -> bool:
 
 
 def made(tree: Any, number: int) -> Any:
-    """Returns a state from a tree in which texts represent objects."""
+    """Returns a state from a tree in which strings represent objects."""
     if is_object(tree):
         torch.manual_seed(number)
         return OBJECTS[tree.partition(":")[2]](number)

@@ -10,7 +10,7 @@ FACTOR = int(os.environ.get("PACELINE_TEST_EXAMPLES", "1"))
 
 
 def examples(count: int) -> int:
-    """Returns `count` in the suite; `make nightly` sets PACELINE_TEST_EXAMPLES, by which it is multiplied."""
+    """Returns `count` times PACELINE_TEST_EXAMPLES, which is 1 in the suite; `make nightly` sets this variable."""
     return count * FACTOR
 
 

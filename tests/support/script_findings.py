@@ -1,4 +1,4 @@
-"""Findings of `paceline doctor` in a script, and the requirement that it finds a planted mistake on its line."""
+"""Findings of `paceline doctor` in a script, and a check that it finds a planted mistake on the right line."""
 
 from __future__ import annotations
 

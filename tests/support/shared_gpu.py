@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# NCCL treats ranks with different host ids as hosts, between which it uses sockets, and lets them share a GPU.
+# If ranks have different host ids, NCCL uses sockets between them, as between hosts, and lets them share a GPU.
 SHARING = {
     "PACELINE_NCCL_SHARED_GPU": "1",
     "NCCL_NET": "Socket",

@@ -1,6 +1,6 @@
 """A simulated job: recordings of data-parallel training on any number of ranks, determined by the seed.
 
-Each step is computed from the durations of each rank's own work; buckets wait for the last rank that has them ready.
+Each step is computed from the durations of each rank's own work. A bucket starts when it is ready on all ranks.
 """
 
 from __future__ import annotations

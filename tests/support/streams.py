@@ -79,7 +79,7 @@ class AdvancingIterator(NumberIterator):
 
 
 class RemembersOnItself(Plain):
-    """Stores its state in its own attributes, as in torchdata's tutorial: it resumes where any iterator stopped."""
+    """Stores its state in attributes, as in torchdata's tutorial, and resumes where any of its iterators stopped."""
 
     place = 0
 

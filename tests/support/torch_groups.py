@@ -48,7 +48,7 @@ _settings: dict[str, Any] = {}
 
 
 def missing_piece(name: str) -> None:
-    """Nothing."""
+    """Returns None, because no requirement is missing."""
 
 
 def start(name: str, context: EngineContext) -> DeviceEngine:
@@ -69,7 +69,7 @@ def create_for_extension(store: c10d.Store, rank: int, size: int, timeout: timed
 
 
 class PolledWork:
-    """A call that an abort terminates, unlike gloo's own; without `work`, it completes only if it is aborted."""
+    """A call that an abort terminates, unlike gloo's own calls. Without `work`, it completes only if it is aborted."""
 
     def __init__(self, work: c10d.Work | None, aborted: threading.Event) -> None:
         self._work = work

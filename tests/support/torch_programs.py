@@ -52,7 +52,7 @@ TRAINING = 1e-5
 
 
 def compare(programs: Sequence[Program], directory: str, tolerance: float = TRAINING) -> dict[str, str]:
-    """Runs on a rank: returns by name how each program's results differ between the backends; see `one_world`."""
+    """Runs on a rank: returns the difference between the backends' results by program name; see `one_world`."""
     results: dict[str, dict[str, object]] = {}
     reports: dict[str, str] = {}
     os.makedirs(directory, exist_ok=True)

@@ -32,7 +32,7 @@ class RankFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Place:
-    """The location of a rank: its host (None for the machine itself), and its number on it."""
+    """The location of a rank: its host (None for the machine itself), and its number on the host."""
 
     rank: int
     local_rank: int
@@ -61,8 +61,8 @@ _held: list[socket.socket] = []
 def reserved_port() -> int:
     """Returns a port of 127.0.0.1 that the system does not assign to other sockets until the last world is closed.
 
-    It is bound to a socket that does not listen. Linux lets a server with SO_REUSEADDR, such as Paceline's, listen on
-    it, but does not pick the port for another socket or connection.
+    A socket that does not listen is bound to the port. Linux still lets a server with SO_REUSEADDR, such as Paceline's,
+    listen on the port, but does not choose the port for other sockets or connections.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -182,7 +182,7 @@ class World:
             self.processes[rank].join(_LEAVING_S)
 
     def _killed(self, ranks: Iterable[int]) -> list[str]:
-        """Reports which of the ranks without a result are dead, because other ranks' errors do not explain why."""
+        """Returns the exit codes of the dead ranks without a result, because other ranks' errors do not contain them."""
         dead = {rank: code for rank in ranks if (code := self.processes[rank].exitcode) is not None}
         return [f"rank {rank} died with exit code {code}" for rank, code in dead.items()]
 

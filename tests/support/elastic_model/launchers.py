@@ -124,7 +124,7 @@ class Launcher:
             self.realm.launcher_over(self, order)
 
     def leaves(self) -> None:
-        """SIGTERM: the workers leave, and then the launcher does."""
+        """Handles SIGTERM: the workers leave, and then the launcher leaves."""
         if self.account.is_leaving:
             return
         self.site.replaces, self.site.slots = False, 0

@@ -77,7 +77,7 @@ class Group:
             self.world.later(0.03, each, each.commit, self, member.round, ready)
 
     def fail(self) -> None:
-        """A member is lost, which the others detect."""
+        """Registers the loss of a member. The other members detect the loss."""
         if not self.has_failed:
             self.has_failed = True
             for each in self.arrived.values():
@@ -197,13 +197,13 @@ class Member:
             self.world.up(self, WorkerReady(self.site.fingerprint, self.world.learns, self.receiver.transfer))
 
     def prepared(self, generation: int) -> None:
-        """Has connected to the members of a planned view, or has stopped waiting for them."""
+        """The member has connected to the members of a planned view, or has stopped waiting for them."""
         if self.coming == generation:
             self.coming = 0
 
     @property
     def ready(self) -> int:
-        """The largest number of a received view or transfer on which it can act immediately."""
+        """The largest number of a received view or transfer on which the member can act immediately."""
         return self.group.view.generation if self.coming and self.group is not None else self.heard
 
     def enter(self, view: View) -> None:
@@ -274,7 +274,7 @@ class Member:
         world.later(0.05, self, self.contribute, group, self.round)
 
     def contribute(self, group: Group, round_: int) -> None:
-        """Has computed its part."""
+        """The member has computed its part of the round."""
         if self.group is group and self.state == "working" and self.round == round_:
             group.contribute(self)
 
@@ -306,7 +306,7 @@ class Member:
             self.begin_round()
 
     def planned_until(self, number: int, group: Group) -> View | None:
-        """Returns the latest view after the group's view up to a number that is ready on all members."""
+        """Returns the latest known view that is newer than the group's and has at most this number."""
         later = [each for each in self.known if group.view.generation < each.generation <= number]
         return later[-1] if later else None
 
@@ -332,7 +332,7 @@ class Member:
             self.exit(0)
 
     def asked_to_leave(self) -> None:
-        """SIGTERM."""
+        """The process receives a SIGTERM."""
         if self.state == "boot":
             self.exit(-15)
         elif self.state not in ("dead", "done") and not self.is_leaving:
@@ -347,7 +347,7 @@ class Member:
             self.world.ended(self, code)
 
     def leave_group(self, *, is_agreed: bool = False) -> None:
-        """Closes the connections of its view. If all members agree on this, it may still disturb slow ones."""
+        """Closes the connections of its view. In rude worlds, this disturbs the other members even if they agreed on it."""
         group, self.group = self.group, None
         if group is not None and (not is_agreed or self.world.is_rude):
             group.fail()

@@ -1,4 +1,4 @@
-"""A coordinator that receives scripted events, with the messages that each worker received."""
+"""A coordinator that processes scripted events, and the messages that each worker has received."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Log:
 
 
 def begin_transfers(member: Member, agreed: int) -> None:
-    """At the beginning of a batch, a member starts the transfers that all members have received."""
+    """At the beginning of a batch, a member starts the transfers whose announcements all members have received."""
     world = member.world
     for transfer in [each for each in member.transfers if each.number <= agreed]:
         member.transfers.remove(transfer)
@@ -82,7 +82,7 @@ class Learner:
         return found
 
     def received(self, transfer: int) -> None:
-        """Has received the state, if a sender is left."""
+        """The learner has received the state, if a sender is left."""
         member = self.member
         if member.state != "learning" or transfer != self.transfer:
             return
@@ -126,7 +126,7 @@ class Learner:
                 self.follow()
 
     def come_in(self) -> None:
-        """Enters the view that the other members have entered, once this worker has received it; skips failed views."""
+        """Enters the other members' view when this worker has received the view; skips views that have failed."""
         member = self.member
         latest = member.latest
         if member.state != "called" or latest is None or latest.generation < self.view:
@@ -143,7 +143,7 @@ class Learner:
             self.follow()
 
     def broke(self, generation: int) -> None:
-        """The view that it entered has failed."""
+        """The view that the learner entered has failed."""
         self.view = generation + 1
         self.member.state = "called"
         self.come_in()

@@ -49,7 +49,7 @@ class World:
         """Creates a job.
 
         Args:
-            seed: Determines everything that is not given.
+            seed: The seed of everything that is not given.
             sites: The initial number of machines.
             faults: Pairs of a number of events and the kind of fault that is injected after them.
         """
@@ -100,7 +100,7 @@ class World:
         return found[::-1]
 
     def at(self, when_s: float, member: Member | None, call: Callable[..., None], *args: object) -> None:
-        """Schedules a call at a given time; if it is for a member, not while the member is frozen."""
+        """Schedules a call at a given time. Calls for a frozen member are delayed."""
         self.count += 1
         heappush(self.heap, (when_s, self.count, member, call, args))
 
@@ -186,7 +186,7 @@ class World:
         self.report(member, "said", message)
 
     def report(self, member: Member, kind: str, *args: object) -> None:
-        """A launcher reports about a worker: in order for each worker, and in any order for different workers."""
+        """A launcher reports about a worker. Only reports about the same worker arrive in order."""
         site = member.site
         if not site.is_cut:
             delay_s = 0.02 * self.slowness * member.lag * self.chance()

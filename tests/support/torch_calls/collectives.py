@@ -1,4 +1,4 @@
-"""Collectives: positional and keyword arguments, asynchronous, with every reduction, sparse, and with lists."""
+"""Collectives with positional and keyword arguments, every reduction, sparse tensors and lists, also asynchronously."""
 
 from __future__ import annotations
 
