@@ -38,7 +38,9 @@ class Hostile:
     """Chooses values from a seed; ranks with the same seed choose the same values.
 
     Attributes:
-        spares_torch: True if the values are first passed to torch's own code, which is not under test. Tensors then have valid memory, because torch prints them in its errors, and at least one dimension, because torch splits the first one.
+        spares_torch: True if the values are first passed to torch's own code, which is not under test. Tensors then
+            have valid memory, because torch prints them in its errors, and at least one dimension, because torch
+            splits the first one.
     """
 
     def __init__(self, seed: int) -> None:

@@ -182,7 +182,7 @@ class World:
             self.processes[rank].join(_LEAVING_S)
 
     def _killed(self, ranks: Iterable[int]) -> list[str]:
-        """Returns the exit codes of the dead ranks without a result, because other ranks' errors do not contain them."""
+        """Returns the exit codes of dead ranks without a result, because other ranks' errors do not contain them."""
         dead = {rank: code for rank in ranks if (code := self.processes[rank].exitcode) is not None}
         return [f"rank {rank} died with exit code {code}" for rank, code in dead.items()]
 

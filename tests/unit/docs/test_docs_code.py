@@ -1,6 +1,7 @@
 """The code in README and docs compiles, its names exist, and its command lines are valid.
 
-tests/ranks/test_docs.py runs the English programs. A Chinese page has the same ones, which is checked here.
+tests/ranks/test_docs.py runs the English programs. The tests in this file check that each Chinese page has the same
+programs.
 """
 
 from __future__ import annotations
@@ -121,14 +122,14 @@ def _is_module(value: object) -> bool:
 
 
 def _is_set_later(found: object, name: str) -> bool:
-    """Returns True if instances of a class may have the attribute, which only `__init__` shows."""
+    """Returns True if instances of a class may have an attribute that the class itself lacks."""
     return (
         isinstance(found, type) and f"self.{name}" in Path(import_module(found.__module__).__file__ or "").read_text()
     )
 
 
 def uses(tree: ast.AST, module_of: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields each name of Paceline's modules that the code uses; `module_of` maps names that were bound before."""
+    """Yields each name of Paceline's modules that the code uses; `module_of` maps names that are already bound."""
     names = dict(module_of)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

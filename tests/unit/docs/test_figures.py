@@ -34,7 +34,7 @@ def results() -> dict[str, Result]:
 
 @pytest.fixture(scope="module")
 def drawn(results) -> dict[str, str]:
-    """Returns the pictures; skips the test with another version of matplotlib than the pinned one."""
+    """Returns the pictures; skips the test if matplotlib does not have the pinned version."""
     matplotlib = pytest.importorskip("matplotlib")
     (pinned,) = re.findall(r"^matplotlib==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     if matplotlib.__version__ != pinned:

@@ -83,7 +83,7 @@ def parts(page: Path) -> list[Part]:
 
 
 def kind_of(line: str) -> str:
-    """Returns the kind of part that begins in a line if it does not continue the previous one, or "" if it is empty."""
+    """Returns the kind of part that a line begins unless it continues the previous part, or "" for an empty line."""
     line = line.strip()
     for kind, mark in {"heading": "#", "row": "|", "picture": "![", "code": "```"}.items():
         if line.startswith(mark):

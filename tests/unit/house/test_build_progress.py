@@ -1,4 +1,4 @@
-"""An installation from the sources prints large downloads and compilation progress, or everything on failure."""
+"""An installation from the sources reports large downloads and compilation progress, and all output if it fails."""
 
 from __future__ import annotations
 

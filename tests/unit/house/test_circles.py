@@ -19,7 +19,7 @@ FILES = {name_of(file): file for file in (SOURCES / "paceline").rglob("*.py")}
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields all nodes, also those in functions, but not those that only a type checker evaluates."""
+    """Yields all nodes, including those in functions, except nodes that only a type checker evaluates."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             continue

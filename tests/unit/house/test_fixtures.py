@@ -1,4 +1,4 @@
-"""The fixture that keeps default process groups from the next test."""
+"""The fixture that destroys default process groups before the next test."""
 
 from __future__ import annotations
 

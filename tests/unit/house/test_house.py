@@ -1,6 +1,6 @@
 """Structure of the code base: readable file sizes, unique names, and known words.
 
-CONTRIBUTING.md has the habits that these checks keep.
+CONTRIBUTING.md describes the rules that these tests check.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_a_class_name_has_one_meaning():
 
 
 def test_a_docstring_begins_with_its_subject():
-    """A noun, or a verb in -s, and no free relative clause such as `What the ranks agree on`."""
+    """The subject is a noun or a verb in -s, and not a free relative clause such as `What the ranks agree on`."""
     allowed = set(RELATIVE_DOCSTRINGS.split())
     texts = [(file, "the module", ast.get_docstring(tree)) for file, tree in trees().items()]
     texts += [(file, node.name, ast.get_docstring(node)) for file, node in classes()]

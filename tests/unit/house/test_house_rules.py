@@ -50,7 +50,7 @@ def test_no_test_hides_another_of_its_name(trees):
 
 
 def test_only_test_files_in_unit_share_a_name():
-    """Those have the names of modules, which several folders may share. The others are found by their names alone."""
+    """Unit tests have the names of modules, which several folders may share. Other tests have unique names."""
     names = Counter(file.name for file in FILES if ROOT / "unit" not in file.parents)
     assert [name for name, times in names.items() if times > 1] == []
 

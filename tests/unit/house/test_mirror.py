@@ -49,8 +49,8 @@ def named_after(module: Path) -> list[Path]:
 
     For `train/zero/gradient_reducer.py`, they are `test_gradient_reducer.py` and `test_gradient_reducer_*.py` in
     `tests/unit/train/zero`. In the other folders of `tests`, which do not mirror the source, the name may begin with
-    the module's folder: `tests/ranks/test_zero_gradient_reducer.py`. If several modules have the name, a test without
-    the folder in its name has to mention this one.
+    the module's folder: `tests/ranks/test_zero_gradient_reducer.py`. If several modules have the same name, a test
+    without the folder in its name must mention this module.
     """
     name = re.compile(rf"test_(?P<folder>{module.parent.name}_)?{module.stem}(_\w+)?")
     is_shared = Counter(other.stem for other in modules())[module.stem] > 1
@@ -80,7 +80,7 @@ def test_the_test_of_a_module_is_found_by_its_name():
 
 
 def test_a_unit_test_stands_in_the_folder_of_what_it_tests():
-    """In the folders that mirror a layer; the others test the documentation, the core or the house itself."""
+    """Only folders that mirror a layer are checked. The others test the documentation, the core or the repository."""
     layers = {module.parts[0] for module in modules() if len(module.parts) > 1}
     wrong = [
         f"tests/unit/{folder}: there is no folder src/paceline/{folder}"

@@ -1,6 +1,6 @@
 """Tensors are created on an explicit device, so `torch.set_default_device` affects only the user's tensors.
 
-A message for the CPU's engine would otherwise be made on a GPU, and a buffer beside a GPU's tensor on the CPU.
+Otherwise, a message for the CPU's engine might be created on a GPU, and a buffer for a GPU tensor on the CPU.
 """
 
 from __future__ import annotations

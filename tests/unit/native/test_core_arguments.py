@@ -1,8 +1,8 @@
 """The core rejects invalid arguments, and never terminates the process because of them.
 
-It trusts the addresses of tensors, which no caller can have from outside, and is given those of a tensor that is long
-enough. Everything else, for each function and method in the core's stub, is chosen by a seed: codes, numbers of ranks
-and elements, lists, descriptors, objects and what is none of these.
+The core trusts the addresses of tensors, because only Paceline passes them, so the tests pass the address of a tensor
+that is long enough. A seed determines all other arguments of each function and method in the core's stub: codes,
+numbers of ranks and elements, lists, descriptors, objects, and values of unrelated types.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def opened() -> int:
 
 
 def await_end(connection: socket.socket) -> None:
-    """The core closes a descriptor that it has taken over, possibly after a farewell message."""
+    """Waits until the core has closed a descriptor that it took over, possibly after a farewell message."""
     connection.settimeout(10)
     while connection.recv(1024):
         pass

@@ -1,4 +1,4 @@
-"""Connections that `paceline doctor` tries between two machines."""
+"""Connections that `paceline doctor` attempts between two machines."""
 
 from __future__ import annotations
 

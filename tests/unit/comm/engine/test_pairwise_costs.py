@@ -1,4 +1,4 @@
-"""Pairs of hosts are measured once each; their measurements determine if links differ, and which."""
+"""Each pair of hosts is measured once; the measurements show whether links differ, and which links differ."""
 
 from __future__ import annotations
 

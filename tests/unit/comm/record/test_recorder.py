@@ -1,4 +1,4 @@
-"""Whether and where a process records its calls."""
+"""The conditions under which a process records its calls, and the file into which it records them."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def test_memory_that_a_launcher_keeps_is_used(tmp_path):
         assert run(CALLS, tmp_path, PACELINE_RECORD_FD=str(handed)).returncode == 0
         assert [call.sequence for call in read_live(fd).calls] == [1, 2, 3]
         assert not list(tmp_path.iterdir())
-        # A process that is started after the first has ended takes its place.
+        # A process that starts after the first one has exited reuses the same recording.
         assert run(CALLS, tmp_path, PACELINE_RECORD_FD=str(handed)).returncode == 0
         assert [call.sequence for call in read_live(fd).calls] == [1, 2, 3]
-        # Another file under the same number is not written to.
+        # If the descriptor belongs to another file, the process does not write into that file.
         wrong = HandedMemory(fd, handed.inode + 1, os.getpid())
         assert run(CALLS, tmp_path, PACELINE_RECORD_FD=str(wrong)).returncode == 0
         assert len(list(tmp_path.iterdir())) == 1

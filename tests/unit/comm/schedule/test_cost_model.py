@@ -45,7 +45,7 @@ def test_hierarchical_wins_for_long_tensors_on_several_hosts():
 
 
 def test_the_ring_is_close_to_hierarchical_for_long_tensors():
-    """It also leaves each host once, but does not overlap reductions within hosts with exchanges between them."""
+    """The ring's data also leaves each host once, but reductions within hosts do not overlap with exchanges."""
     choice = choose(CLUSTER, Operation.ALL_REDUCE, 1024 * MIB, 64, hosts_of(8, 8))
     ring = next(each.seconds for each in choice.candidates if each.algorithm == "ring")
     assert choice.algorithm == "hierarchical" and ring < 1.3 * choice.seconds
@@ -62,7 +62,7 @@ def test_halving_loses_for_long_tensors_where_its_rounds_overlap():
 
 
 def test_several_messages_at_once_are_for_short_tensors():
-    """They save latency, but hide less of the reduction within hosts."""
+    """Several messages save latency, but hide less of the reduction within hosts."""
     far = CostModel(LinkCost(2e-6, 1 / 20e9), LinkCost(5e-3, 1 / 1e9, 1e-5), 1 / 10e9)
     hosts = hosts_of(9, 2)
     assert choose(far, Operation.ALL_REDUCE, 64 << 10, 18, hosts).algorithm == "circulant"

@@ -58,7 +58,7 @@ def test_ranks_that_do_not_fit_into_blocks_are_refused():
 
 
 def seconds(world_size, block, domains, far):
-    """Returns the predicted time on a machine of equal parts, with `far` times the time per byte between parts."""
+    """Returns the predicted time on a machine of equal parts. Messages between parts cost `far` times as much."""
     model = CostModel(NEAR, LinkCost(far * NEAR.alpha_s, far * NEAR.beta_s_per_byte), 1e-11)
     in_part = world_size // domains
     parts = tuple(tuple(range(first, first + in_part)) for first in range(0, world_size, in_part))

@@ -24,12 +24,13 @@ PAIRS = [(algorithm, operation) for algorithm in ALGORITHMS for operation in ALG
 
 SMALL, LARGE = range(1, 41), range(41, 131)
 
-# In the suite the sizes around powers of two, a prime, the smallest, the largest and one in between.
+# The suite uses the sizes around powers of two, a prime, the smallest, the largest and one in between.
 SOME_LARGE = [41, 63, 64, 65, 80, 113, 127, 128, 129, 130]
 
 ALL_LARGE = pytest.param(LARGE, marks=[pytest.mark.soak, pytest.mark.timeout(1800)], id="all")
 
-# Where every operation, root and division into hosts is tried; the largest worlds take as long as all the others.
+# The sizes with which the suite tries every operation, root and division into hosts. The largest worlds take as long as
+# all the others together.
 SOME_SMALL = [*range(1, 18), 20, 23, 24, 27, 32, 36]
 
 SMALL_SIZES = pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_all_reduce_in_worlds_up_to_300_ends_right(world_size, algorithm, ranks_
 
 
 def test_one_rank_of_ten_thousand_gets_its_schedule():
-    """Building the ring's 39,996 steps took 47 ms; `bench/schedules.py` measures it."""
+    """Building the 39,996 steps of the ring took 47 ms; `bench/schedules.py` measures this time."""
     hosts = equal_hosts(10_000, 8)
     counts = {name: len(build(name, Operation.ALL_REDUCE, 7_777, 10_000, hosts=hosts).steps) for name in ALGORITHMS}
     assert counts["ring"] == 4 * 9_999

@@ -84,7 +84,7 @@ def test_two_ranks_of_a_host_share_its_link():
 
 
 def test_what_one_transfer_cannot_use_another_gets():
-    """The transfer to the slow host 1 uses a tenth of host 0's link, and the one to host 2 the rest."""
+    """The transfer to the slow host 1 uses a tenth of host 0's link, and the transfer to host 2 uses the rest."""
     network = one_each(3, NetworkLink(0, 1e9), nodes={1: NetworkLink(0, 1e8)})
     ends = {each.target: each.end_s for each in messages(network, [(0, 1), (0, 2)], MB).transfers}
     assert ends == pytest.approx({1: 0.01, 2: MB / 9e8})

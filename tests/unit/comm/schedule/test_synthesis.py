@@ -20,7 +20,7 @@ HOSTS = ((0,), (1,), (2,), (3,))
 SLOW_HOST = Network(HOSTS, NEAR, FAST, nodes={3: SLOW})
 SLOW_PAIR = Network(HOSTS, NEAR, FAST, pairs={(0, 1): SLOW, (1, 0): SLOW})
 RACKS = Network(HOSTS, NEAR, FAST, (UplinkGroup("a", (0, 1), SLOW), UplinkGroup("b", (2, 3), SLOW)))
-# The seconds that no schedule can beat, as docs/uneven-networks.md derives them, for a byte of the tensor.
+# The lower bound, in seconds per byte of the tensor, that docs/uneven-networks.md derives for any schedule.
 CASES = {"slow host": (SLOW_HOST, 4e-8), "slow pair": (SLOW_PAIR, 1.5e-8), "two racks": (RACKS, 4e-8)}
 
 
@@ -33,7 +33,7 @@ def test_synthesized_schedules_are_within_a_tenth_of_the_optimum(name):
 
 
 def test_one_host_of_a_rack_has_all_that_crosses_its_uplink():
-    """Several connections would compete for the uplink, which the simulation does not model."""
+    """The simulation does not model the competition of several connections for the uplink."""
     racks = (UplinkGroup("a", (0, 1, 2), SLOW), UplinkGroup("b", (3, 4), SLOW))
     network = Network(tuple((rank,) for rank in range(6)), NEAR, FAST, racks, nodes={0: SLOW})
     trees = pack(network, through_gateways=True)

@@ -16,7 +16,8 @@ from paceline.comm.security.secret import derive_key
 KEY = derive_key(b"0123456789abcdef", "links")
 HELLO = PeerHello("links", 3, 9, 1)
 _HELLO_BYTES, _ANSWER_BYTES, _PROOF_BYTES = 48, 48, 32
-# Of the hello: rank and lane are whatever the proof covers; all else is compared, or covered as well.
+# The rank and the lane in a hello may have any value, because the proof covers them. All other fields are compared, or
+# are also covered by the proof.
 
 
 def _between(change: Callable[[int, bytes], bytes]) -> tuple[object, object]:

@@ -11,7 +11,8 @@ from paceline.interop.migrate.names import MARK, MigrationMode, score
 from paceline.interop.migrate.python_files import choose_mode, migrate_python, summary_of
 from paceline.interop.migrate.python_source import read_source
 
-# By what they show: a program before and after; None if nothing changes. All of these come over by the import.
+# A program before and after its migration, by the feature that it shows; None if nothing changes. For all of these
+# programs, it is sufficient to change the imports.
 IMPORTS = {
     "an alias": ("import torch.distributed as dist\ndist.barrier()\n", "import paceline as dist\ndist.barrier()\n"),
     "from torch": (

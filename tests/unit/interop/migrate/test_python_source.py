@@ -1,4 +1,4 @@
-"""The reading of a Python file: qualified names behind its imports, and edits."""
+"""Analysis of a Python file: the qualified names of imported objects, and edits."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_all_members_have_the_same_identity():
 
 
 class LateStore:
-    """A torch store in which the key is set after `questions` requests for it."""
+    """A torch store in which the key is set only after `questions` requests."""
 
     def __init__(self, questions: int) -> None:
         self.questions = questions

@@ -1,4 +1,4 @@
-"""Verdicts on failures are given soon, and still blame the right rank."""
+"""Verdicts on failures are reported soon, and still name the right rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KILLED = -9
 
 
 class Kills:
-    """A generation of two workers whose memory runs out: `kernel` kills, and `end` lets the launcher see an end."""
+    """A generation of two workers that runs out of memory: `kernel_kills` kills them, and `end` reports an exit."""
 
     def __init__(self, directory) -> None:
         self.directory = directory

@@ -22,7 +22,7 @@ SUM = CallSignature("all_reduce", "float32", 1 << 20, "SUM")
 
 
 def ring(speeds, nbytes=100 * MB, **facts):
-    """Returns ranks on separate hosts, each of which sends to the next one at its own speed in MB/s."""
+    """Returns ranks on separate hosts, each of which sends to the next rank at its own speed in MB/s."""
     size = len(speeds)
     links = [
         PeerTraffic((rank + 1) % size, nbytes, nbytes / (speed * MB), segments=1000, **facts)

@@ -42,7 +42,7 @@ NOISES = {
 
 
 def steps_of(own_s):
-    """Returns steps that take as long as the slowest rank's, with one call each."""
+    """Returns steps with one call each. Every step takes as long as the work of the slowest rank."""
     return [StepWork(number, max(row) + CALL_S, dict(enumerate(row))) for number, row in enumerate(own_s)]
 
 

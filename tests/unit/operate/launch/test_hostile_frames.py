@@ -201,7 +201,7 @@ def test_half_a_character_is_no_message():
         decode(json.dumps({"kind": "WorkerStalled", "uid": "0", "why": "a\ud800"}).encode())
 
 
-# Servers: one connection sends what it should not, and another one is served as before.
+# Servers: one connection sends an invalid frame, and another connection is served as before.
 
 
 @dataclass

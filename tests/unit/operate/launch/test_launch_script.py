@@ -58,7 +58,7 @@ def test_kubeflows_manifest_leaves_the_rendezvous_to_its_runtime():
 
 
 # The fields that the APIs of Kubernetes, JobSet v1alpha2 and Kubeflow Trainer v1alpha1 have at these places, as far as
-# the manifests use them. tests/clusters/test_manifest_schemas.py compares with what is published.
+# the manifests use them. tests/clusters/test_manifest_schemas.py compares the manifests with the published schemas.
 FIELDS = {
     "Secret": {"apiVersion", "kind", "metadata", "stringData"},
     "Service": {"apiVersion", "kind", "metadata", "spec"},

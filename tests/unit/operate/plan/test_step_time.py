@@ -1,4 +1,4 @@
-"""The time of a step: its calls, and what backward hides of them."""
+"""The time of a step: its calls, and the part of the calls that the backward pass hides."""
 
 from __future__ import annotations
 

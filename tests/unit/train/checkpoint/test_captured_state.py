@@ -1,4 +1,4 @@
-"""Any state is restored by the program that saved it, including empty parts, and values loaded into None."""
+"""A program restores any state that it has saved, including empty parts, and including values in place of None."""
 
 from __future__ import annotations
 

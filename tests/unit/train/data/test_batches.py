@@ -54,9 +54,10 @@ def loaders_of(dataset, ranks: int, batch_size: int, **options: object) -> list[
 
 
 def in_turn(make, stops: Stops, **options: object) -> list[list[Batches]]:
-    """Each rank's batches in turn, where other ranks go on at each stop: (ranks, batch size, steps until the stop).
+    """Returns each rank's batches in each turn; other ranks take over at a stop: (ranks, batch size, steps until it).
 
-    The last ones go on to the end of the epoch. All ranks of a turn have the same state where no rank is at the end.
+    The ranks of the last turn continue to the end of the epoch. All ranks have the same state after a turn in which
+    they have read the same number of batches.
     """
     turns: list[list[Batches]] = []
     state = None
@@ -119,7 +120,7 @@ def test_workers_change_neither_batches_nor_their_order(length, stops, remainder
 
 
 def test_workers_that_are_sent_the_stream_give_the_same_batches():
-    # As spawned ones are; but these need not import torch.
+    # Spawned workers also receive the stream as a message, but workers from a fork server need not import torch.
     [loader] = loaders_of(SplitsItself(7), 1, 2, num_workers=2, multiprocessing_context="forkserver")
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6]]
 

@@ -57,7 +57,7 @@ def test_powers_of_two_send_one_value_a_rank(shards, ranks):
 
 @given(st.lists(st.booleans(), max_size=30))
 def test_the_core_adds_only_where_its_tree_is_the_shards(cuts):
-    """The core's tree is over ranks; `cuts` says between which shards a rank ends."""
+    """The core's tree is over ranks; `cuts` is true where one rank's shards end and the next rank's begin."""
     shards = len(cuts) + 1
     bounds = [0, *(at + 1 for at, cut in enumerate(cuts) if cut), shards]
     nodes = [nodes_within(range(a, b), Node(0, shards)) for a, b in itertools.pairwise(bounds)]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.train.zero.shards import ALIGNMENT_BYTES, assign_to_ranks, is_elementwise
 
-# The size of each in bytes, and whether it may be cut.
+# The size of each parameter in bytes, and whether the parameter may be split.
 PARAMS = st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=40)
 
 

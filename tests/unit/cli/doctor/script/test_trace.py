@@ -1,4 +1,4 @@
-"""Traces of the ranks: events with the tests on their paths, and the ranks that they belong to."""
+"""Traces of the ranks: the events, the conditions on the paths to them, and their ranks."""
 
 from __future__ import annotations
 

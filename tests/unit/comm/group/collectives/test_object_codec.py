@@ -1,4 +1,4 @@
-"""Encoding and decoding of objects: equality, rejected objects, and that no bytes are harmful."""
+"""Encoding and decoding of objects: equality, rejected objects, and safe decoding of arbitrary bytes."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def scene(size=4, stray=3):
 
 
 def of_node(seen, ranks, clock_s=0.0, is_stalled=True):
-    """Returns the snapshot of the node that runs these ranks, whose clock is ahead by `clock_s`."""
+    """Returns the snapshot of a node that runs these ranks. The node's clock is ahead by `clock_s`."""
     shown = tuple(machine_snapshot.shifted(seen.ranks[rank], clock_s) for rank in ranks)
     return SnapshotReport(
         machine_snapshot.encode(MachineSnapshot(seen.now_s + clock_s, shown, seen.now_s - 12 if is_stalled else None))
@@ -265,7 +265,7 @@ def test_an_error_that_was_wrapped_waits_for_its_cause():
 
 
 def test_the_first_of_failures_on_two_nodes_is_blamed():
-    """The snapshots differ by four seconds: by the clocks alone, the later failure would seem earlier."""
+    """The clocks of the nodes differ by four seconds, so that by clock time the later failure seems to be earlier."""
     sightings, seen = nodes(), scene()
     sightings.inner.failures = (WorkerFailure(3, 1, 1, 0.0, None),)
     first = RankExitStatus(ExitReason.EXCEPTION, seen.now_s - 0.5, "ValueError: the first", "train.py:5")

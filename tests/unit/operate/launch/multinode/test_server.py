@@ -1,4 +1,4 @@
-"""While the rendezvous server is busy, it does not consider its nodes lost, nor they the server."""
+"""A busy rendezvous server does not consider its nodes lost, and the nodes do not consider the server lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machines of `--hosts`, and the variables that go with them."""
+"""The machines of `--hosts`, and the variables that their launchers receive."""
 
 from __future__ import annotations
 

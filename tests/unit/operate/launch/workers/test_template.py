@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-# In a process of its own, since all but the last two changes can be undone, and torch is imported once.
+# The code runs in a separate process, because the last two changes cannot be undone. It runs only once, because
+# importing torch is slow.
 CODE = """
 import threading, torch
 from unittest.mock import patch

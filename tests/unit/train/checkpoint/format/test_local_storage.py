@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 class Noting(Disk):
-    """Records for each write its size, its parts, and if it was direct; direct writes may be rejected."""
+    """Records for each write its size, its parts, and whether it was direct; direct writes may be rejected."""
 
     def __init__(self, refuses: str = "") -> None:
         self.is_direct = False

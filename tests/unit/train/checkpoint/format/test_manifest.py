@@ -1,4 +1,4 @@
-"""The pure parts of a checkpoint: regions, what a reader needs of them, values, headers and manifests."""
+"""The pure parts of a checkpoint: regions, the ranges of them that a reader needs, values, headers and manifests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Power loss after each disk operation; data that was not synced is dropped, truncated or reordered.
 
-The newest checkpoint that was reported as done is there, whole, with the numbers of one step, always.
+The newest checkpoint that was reported as complete is always intact, and has the numbers of one step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Random schedules of elastic jobs in virtual time, with deaths, freezes and cuts; no invariant is violated.
 
-5,000 are played in the suite, as many as are needed to notice each missing rule, and 400,000 at night.
+The suite runs 5,000 schedules, which are enough to detect each missing rule. The nightly run has 400,000.
 
-A failure names the seed and the command that plays its schedule and prints it.
+The message of a failure contains the seed, and the command that runs and prints the schedule of this seed.
 """
 
 from __future__ import annotations

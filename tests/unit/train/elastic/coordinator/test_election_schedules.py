@@ -1,6 +1,6 @@
 """Random schedules of elastic jobs that also lose their coordinator: crashes, cuts and resets of launchers.
 
-A failure names the seed and the command that plays its schedule and prints it.
+The message of a failure contains the seed, and the command that runs and prints the schedule of this seed.
 """
 
 from __future__ import annotations

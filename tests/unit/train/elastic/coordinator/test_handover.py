@@ -41,7 +41,7 @@ POLICY = CoordinatorPolicy(max_machines=3, return_patience_s=2.0)
 
 
 def running(machines: int = 3) -> tuple[Coordinator, View]:
-    """Returns a job with a worker on each machine; machine 0 coordinates, and each serves a store with its number."""
+    """Returns a job with a worker on each machine; machine 0 coordinates, and each machine serves a store."""
     coordinator = Coordinator(POLICY, 0.0, home="0", store="0")
     names = [str(number) for number in range(machines)]
     for name in names:
@@ -65,7 +65,7 @@ def handed(orders: list[CoordinatorOrder]) -> list[tuple[str, int]]:
 
 
 def retiring() -> tuple[Coordinator, View]:
-    """Returns a job whose coordinating launcher received a SIGTERM; all have received the view without its worker."""
+    """Returns a job whose coordinating launcher received a SIGTERM. All workers have the view without its worker."""
     coordinator, _ = running()
     coordinator.slots_changed("0", 0, 1.0)
     coordinator.machine_leaves("0", 1.0)

@@ -1,4 +1,4 @@
-"""The views that a coordinator issues again or takes over, and who is in them."""
+"""The views that a coordinator issues again or takes over, and the members of these views."""
 
 from __future__ import annotations
 

@@ -50,9 +50,9 @@ def digest_of_round(round_: int, is_lost: bool = False) -> int:
 
 
 def history(steps: list[int], lost: int | None) -> list[list[LogItem]]:
-    """Returns a sender's log by round, with this number of steps in each, and the end.
+    """Returns a sender's log by round, with the given number of steps in each round and an item for its end.
 
-    The sender that is lost has committed the round before `lost`, in which the others have committed something else.
+    The lost sender and the other senders have committed different results of the round before `lost`.
     """
     rounds: list[list[LogItem]] = []
     for at, count in enumerate(steps):
@@ -196,7 +196,7 @@ class Worker:
 
 
 def tensors_of(item: OptimizerStep, memories: list[memoryview]) -> list[torch.Tensor]:
-    """Returns the tensors of a step that a receiver receives."""
+    """Returns the tensors that a receiver receives for a step."""
     kinds = [(getattr(torch, name.removeprefix("torch.")), shape) for name, shape in item.tensors]
     return [
         torch.frombuffer(bytearray(memory), dtype=dtype).view(shape).clone()

@@ -12,7 +12,7 @@ import paceline as dist
 
 
 class Twice(nn.Module):
-    """A network with a buffer that counts forward passes, and a parameter that only some of them use."""
+    """A network with a buffer that counts forward passes, and a parameter that only some forward passes use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from paceline.train.elastic.worker.progress import PartialSums, ShardAssignment
 
 
 def computed(sums: PartialSums, shards: int, ranks: int, rank: int) -> list[int]:
-    """Computes a rank's sums of `shards` shards; returns the shards whose values this took."""
+    """Computes a rank's sums of `shards` shards; returns the shards whose values had to be computed."""
     asked: list[int] = []
 
     def value_of(shard: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The group of a planned view forms before the view is entered, and is discarded if a forced view precedes it."""
+"""Groups of planned views form before these views are entered, and are discarded if a forced view comes first."""
 
 from __future__ import annotations
 
