@@ -1,4 +1,4 @@
-"""Fixtures: `ranks(4)(fn)` runs a function on four processes, and `hosts(2, 2)(fn)` on two hosts with two each."""
+"""Fixtures: `ranks(4)(fn)` runs a function on four ranks, and `hosts(2, 2)(fn)` on two hosts with two ranks each."""
 
 from __future__ import annotations
 

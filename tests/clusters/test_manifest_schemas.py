@@ -29,7 +29,7 @@ def schema_of() -> Callable[[dict[str, Any]], Any]:
 
 
 def documents(text: str) -> list[dict[str, Any]]:
-    """Yields the documents of a manifest that have a schema here."""
+    """Yields the documents of a manifest for which the package has a schema."""
     yaml = pytest.importorskip("yaml")
     return [each for each in yaml.safe_load_all(text) if each["kind"] in CLASSES]
 

@@ -21,7 +21,7 @@ is_built = is_initialized = lambda: True
 
 
 def init() -> None:
-    """Does nothing: the first allocation initializes the device."""
+    """Does nothing, because the first allocation initializes the device."""
 
 
 _lazy_init = init

@@ -151,7 +151,7 @@ def warned(work: Any) -> list[str]:
 
 
 def save_while_accumulating(root: Path, kind: str) -> list[list[str]]:
-    """Returns the warnings of saves after two backward passes, a third and a step, and another backward pass."""
+    """Returns the warnings of three saves: after two backward passes, after a third with a step, and after a fourth."""
     dist.init_process_group()
     model = dist.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Communication hooks: their arguments and futures, and that training with them converges."""
+"""Communication hooks: their arguments and futures, and the convergence of training with them."""
 
 from __future__ import annotations
 

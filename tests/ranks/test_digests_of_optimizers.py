@@ -72,7 +72,7 @@ CASES = [
 
 
 def save_each(root: Path) -> dict[str, list[str]]:
-    """Returns the digests before any step, after some, and on a worker that received the state."""
+    """Returns the digests before any step, after some steps, and on a worker that received the state."""
     from paceline.comm.group.collectives.object_codec import decode, encode
 
     dist.init_process_group()

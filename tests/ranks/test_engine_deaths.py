@@ -70,7 +70,7 @@ def leave_or_die(directory: str) -> None:
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Returns rank 0's reports about a silent rank that leaves later, and a killed one, each in its own namespace."""
+    """Returns rank 0's reports about a silent rank that leaves later and a killed rank, each in its own namespace."""
     if subprocess.run(_ALONE, capture_output=True).returncode:
         pytest.skip("PID namespaces are not permitted here")
     directory = tmp_path_factory.mktemp("words")

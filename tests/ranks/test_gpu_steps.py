@@ -1,4 +1,4 @@
-"""The steps of `bench/gpu.py` on CPU ranks: correct steps pass; wrong ones are reported and do not stop the run."""
+"""The steps of `bench/gpu.py` on CPU ranks: correct steps pass; wrong steps are reported and do not stop the run."""
 
 from __future__ import annotations
 

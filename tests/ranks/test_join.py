@@ -1,4 +1,4 @@
-"""Join: ranks with different numbers of inputs train together, as with torch's."""
+"""Join: ranks with different numbers of inputs train together, as with torch's Join."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the tutorial notebook from top to bottom, at night in a kernel as under Jupyter."""
+"""Runs the tutorial notebook from top to bottom; the nightly run uses a kernel, as Jupyter does."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Survives = Callable[[int], bool]  # given the index of an operation that was not
 
 @dataclass
 class Node:
-    """A file with its `data`, or a directory with the names that processes saw and those that were durable."""
+    """A file with its `data`, or a directory with its visible names and its durable names."""
 
     data: bytearray | None = None
     seen: dict[str, Node] = field(default_factory=dict)

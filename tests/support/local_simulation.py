@@ -42,7 +42,7 @@ class Simulation:
     Args:
         rhythm: The schedule of the exchanges of fragments.
         step_s: The duration of each rank's steps.
-        grace_s: How long to wait for late ranks.
+        grace_s: The time to wait for late ranks.
         latency_s: A function that returns the latency of the next message.
         exchange_s: The duration of an exchange.
     """

@@ -1,4 +1,4 @@
-"""A program whose calls are recorded, run in a process of its own."""
+"""A program whose calls are recorded, and which runs in a separate process."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Realm(World):
         self.later(0.5, None, self.listens, Site("new", self.meets_at.site.slots, 6), 0.0)
 
     def listens(self, site: Site, until_s: float) -> None:
-        """A restarted launcher waits for an announcement of the job, or else starts a job itself."""
+        """A restarted launcher waits for an announcement of the job, and starts a job itself if there is none."""
         until_s = until_s or self.now_s + QUIET_S
         others = [each for each in self.launchers.values() if each.lives and each.account.knowledge.views]
         leader = next((each for each in others if each.coordinator is not None), None)

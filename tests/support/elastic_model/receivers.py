@@ -71,7 +71,7 @@ class Learner:
             self.offers.append(offer.address)
 
     def senders(self) -> list[Log]:
-        """Returns the logs of the reachable senders, and removes the others."""
+        """Returns the logs of the reachable senders, and removes the logs of the other senders."""
         world, found = self.world, []
         for uid in list(self.offers):
             sender = world.members[uid]

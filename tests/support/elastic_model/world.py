@@ -211,7 +211,7 @@ class World:
             self.obey(coordinator.slots_changed(site.name, *args, self.now_s))
 
     def ended(self, member: Member, code: int) -> None:
-        """A process has exited: its launcher reports this, and may start another."""
+        """A process has exited: its launcher reports this, and may start another process."""
         site = member.site
         if site.is_gone:
             return

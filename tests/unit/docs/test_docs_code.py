@@ -106,7 +106,7 @@ def is_there(module: str, name: str) -> bool:
 
 
 def _defines(module: str, name: str) -> bool:
-    """Returns True if the source of a module, or of the one that it aliases, defines a class or function `name`."""
+    """Returns True if the source of a module, or of the module that it aliases, defines a class or function `name`."""
     return public_names.find(public_names.source_of(module), name) is not None
 
 

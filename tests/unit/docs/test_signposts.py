@@ -1,4 +1,4 @@
-"""Files that docs, docstrings and comments refer to exist, and every package has a docstring."""
+"""The files to which docs, docstrings and comments refer exist, and every package has a docstring."""
 
 from __future__ import annotations
 

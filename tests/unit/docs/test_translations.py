@@ -1,4 +1,4 @@
-"""The Chinese pages have the same sections and code as the English ones, which detects outdated translations."""
+"""The Chinese pages have the same sections and code as the English pages; outdated translations are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core rejects unverified schedules, or runs them to completion."""
+"""The core rejects invalid schedules, and never hangs in a schedule that was not verified."""
 
 from __future__ import annotations
 

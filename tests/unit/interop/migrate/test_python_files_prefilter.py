@@ -1,4 +1,4 @@
-"""Files without code to migrate are skipped without being parsed, and no other file is."""
+"""Files without code to migrate are skipped without being parsed, and no other files are skipped."""
 
 from __future__ import annotations
 

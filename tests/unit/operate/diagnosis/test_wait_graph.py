@@ -1,4 +1,4 @@
-"""Calls that wait for ranks: cycles among them, and the ranks that others wait for in the end."""
+"""Calls that wait for ranks: cycles among these calls, and the ranks for which the others ultimately wait."""
 
 from __future__ import annotations
 

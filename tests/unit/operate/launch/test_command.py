@@ -1,4 +1,4 @@
-"""Arguments of `paceline run`, and complaints about the script."""
+"""Arguments of `paceline run`, and error messages about the script."""
 
 from __future__ import annotations
 

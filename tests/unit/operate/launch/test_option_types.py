@@ -1,4 +1,4 @@
-"""Values of flags, and the complaints about wrong ones."""
+"""Values of flags, and error messages about wrong values."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def hosts_of(root: Path, hosts: str) -> list[Path]:
 
 
 def whole_state(root: Path) -> dict[str, Any]:
-    """Trains an unsharded model; returns its state and checkpoint, from which sharded ones start."""
+    """Trains an unsharded model; returns its state and checkpoint, from which sharded models start."""
     state = trained()
     dist.save(state, root / "whole", step=1)
     return state

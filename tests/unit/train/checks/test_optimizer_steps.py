@@ -1,4 +1,4 @@
-"""The pace of checks, and the steps of optimizers that they observe."""
+"""The pace of checks, and the steps of optimizers that the checks observe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices that the arguments of `DistributedDataParallel` determine together."""
+"""Settings that several arguments of `DistributedDataParallel` determine together."""
 
 from __future__ import annotations
 

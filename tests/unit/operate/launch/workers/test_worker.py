@@ -1,4 +1,4 @@
-"""Reasons for the death of a worker that its cgroup or the kernel's log shows."""
+"""Reasons for a worker's death, as shown by the worker's cgroup or the kernel's log."""
 
 from __future__ import annotations
 

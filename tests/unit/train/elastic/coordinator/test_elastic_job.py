@@ -1,4 +1,4 @@
-"""Connections that break again and again."""
+"""Connections that fail repeatedly."""
 
 from __future__ import annotations
 
