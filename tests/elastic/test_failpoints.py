@@ -25,7 +25,7 @@ SWEPT = [point for point in POINTS if point not in RARE]
 
 
 def some_kills(point: str) -> list[tuple[str, int]]:
-    """Returns a worker for the first and one for the second arrival at the failpoint; 0.0.0 sends the state."""
+    """Returns the workers to kill at the first and the second arrival at the failpoint; 0.0.0 sends the state."""
     return [("0.0.0" if point in ("state.before_sending", "state.sent") else "0.2.0", 1), ("0.1.0", 2)]
 
 

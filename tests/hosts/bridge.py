@@ -130,6 +130,6 @@ def _tap(port: Port) -> int:
 
 
 def _split_into_packets(taps: list[int], split: bool) -> None:
-    """Splits segments, which hosts send because they are faster, into packets, so that single packets can be lost."""
+    """Splits the segments that hosts send into packets, so that packets can be lost one at a time."""
     for tap in taps:
         fcntl.ioctl(tap, _TUNSETOFFLOAD, 0 if split else _TUN_F_CSUM | _TUN_F_TSO4 | _TUN_F_TSO6)

@@ -1,4 +1,4 @@
-"""The doctor finds all listening sockets of a running job, which reject strangers without harm to the job."""
+"""The doctor finds all listening sockets of a running job. The sockets reject strangers without harm to the job."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Setting:
 
 
 def an_object(rank: int, seed: int) -> object:
-    """Returns an object whose size differs between ranks, with no tensors, with small tensors, or with large tensors."""
+    """Returns an object whose size differs between ranks, with no tensors, small tensors, or large tensors."""
     choose = random.Random(1000 * rank + seed)
     generator = torch.Generator().manual_seed(choose.randrange(1 << 30))
     leaves = [None, rank, "ä" * choose.randrange(50), (1, 2.5), {"s": {rank, -1}}, b"x" * choose.randrange(9000)]

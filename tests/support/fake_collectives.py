@@ -98,7 +98,7 @@ class _Lane:
 
 
 class FakeDeviceGroup(dist.ProcessGroup):
-    """A process group for tensors on the fake device, which also reduces CPU tensors with gloo."""
+    """A process group for tensors on the fake device, and for CPU tensors, which are passed to gloo."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)

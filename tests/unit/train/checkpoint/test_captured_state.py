@@ -1,4 +1,4 @@
-"""A program restores any state that it has saved, including empty parts, and including values in place of None."""
+"""A program restores any state that it has saved, including empty parts and values that replace None."""
 
 from __future__ import annotations
 

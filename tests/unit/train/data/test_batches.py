@@ -54,7 +54,7 @@ def loaders_of(dataset, ranks: int, batch_size: int, **options: object) -> list[
 
 
 def in_turn(make, stops: Stops, **options: object) -> list[list[Batches]]:
-    """Returns each rank's batches in each turn; other ranks take over at a stop: (ranks, batch size, steps until it).
+    """Returns each rank's batches by turn. Other ranks continue after each stop: (ranks, batch size, steps until then).
 
     The ranks of the last turn continue to the end of the epoch. All ranks have the same state after a turn in which
     they have read the same number of batches.

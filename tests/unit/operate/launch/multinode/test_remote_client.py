@@ -16,7 +16,7 @@ SECRET = b"of the job"
 
 
 class Resolver:
-    """Resolves pod names: each look-up of NAME returns the next address; when none is left, the last one again."""
+    """Resolves pod names: each look-up of NAME returns the next address, and the last address if none is left."""
 
     def __init__(self, *answers: str | None) -> None:
         self._answers = answers
