@@ -90,7 +90,7 @@ def meaning(block: Block) -> list[str]:
 
 
 def commands(page: Path) -> list[tuple[Block, list[str]]]:
-    """Returns the words of each simple command in a page's blocks. If lines have prompts, all other lines are output."""
+    """Returns the words of each simple command in a page's blocks. If lines have prompts, the others are output."""
     found = []
     for block in [*blocks(page, "sh", "bash", "console", ""), *indented(page)]:
         lines = block.text.replace("\\\n", " ").split("\n")

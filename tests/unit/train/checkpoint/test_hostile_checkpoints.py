@@ -250,7 +250,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=examples(150))
 @given(data=st.data())
 def test_a_changed_manifest_is_refused_or_gives_what_was_saved(saved: Path, data: st.DataObject) -> None:
-    """Whatever the manifest contains, tensors consist of bytes that were written, and values are those in the manifest."""
+    """Whatever the manifest contains, tensors have bytes that were written, and values are those in the manifest."""
     found = json.loads((saved / STEP / "manifest.json").read_bytes())
     changed = copy.deepcopy(found)
     for _ in range(data.draw(st.integers(1, 2))):

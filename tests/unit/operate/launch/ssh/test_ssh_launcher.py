@@ -1,4 +1,4 @@
-"""The machines of `--hosts`, and the variables that their launchers receive."""
+"""The machines of `--hosts`, and the variables that are forwarded to them."""
 
 from __future__ import annotations
 
