@@ -287,7 +287,7 @@ def _write_report(
 def _strategy(options: argparse.Namespace, calibration: Calibration) -> Strategy:
     from paceline.comm.schedule.algorithms import ALGORITHMS
     from paceline.operate.plan.step_time import measured
-    from paceline.train.ddp.buckets import MIB, caps_of
+    from paceline.train.ddp.bucket_assignment import MIB, caps_of
 
     if options.algorithm is not None and options.algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {options.algorithm!r}; the algorithms are {', '.join(ALGORITHMS)}")

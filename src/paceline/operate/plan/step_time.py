@@ -19,7 +19,7 @@ from paceline.comm.schedule.algorithms import ALIKE, choose, predict
 from paceline.comm.schedule.network import Network, NetworkLink
 from paceline.comm.schedule.steps import Operation
 from paceline.operate.plan.calibration import Calibration, HostCall, MeasuredGradient
-from paceline.train.ddp.buckets import make_buckets
+from paceline.train.ddp.bucket_assignment import make_buckets
 
 WIRES = {"bf16": 1 / 2, "int8": 66 / 256, "int4": 34 / 256}
 """The size of rounded gradients relative to float32, by format. 64 integers share a scale of two bytes."""

@@ -37,7 +37,7 @@ from paceline.operate.plan.calibration import (
 )
 from paceline.train.autograd_graph import find_tensors
 from paceline.train.ddp.arguments import DEFAULT_BUCKET_CAP_MB
-from paceline.train.ddp.buckets import MIB, caps_of
+from paceline.train.ddp.bucket_assignment import MIB, caps_of
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 
 LEFT_OUT = 3

@@ -2,5 +2,6 @@
 
 May use: `comm` and below, `checks`, `data`, and `logical_shards` for deterministic training. Start reading at
 `distributed_data_parallel.py`, which has the public class, and continue with the Note in `reducer.py`, which describes
-the path from forward to averaged gradients. `gradient_averager.py` calls the collectives.
+the path from forward to averaged gradients. `bucket_assignment.py` divides the parameters into buckets, and
+`gradient_averager.py` calls the collectives.
 """

@@ -10,7 +10,7 @@ import torch
 
 from paceline.comm.group.default import default_group, given_or_default
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.train.ddp.buckets import MIB, caps_of
+from paceline.train.ddp.bucket_assignment import MIB, caps_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

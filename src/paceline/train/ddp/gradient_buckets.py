@@ -24,7 +24,7 @@ from torch import nn
 from paceline.comm.engine.channel import DTYPE_CODES, ReduceOp
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.variable_size import GatheredRows
-from paceline.train.ddp.buckets import bucket_params
+from paceline.train.ddp.bucket_assignment import bucket_params
 from paceline.train.module_tensors import TrackedTensors
 
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)

@@ -16,7 +16,7 @@ from paceline.comm.group.default import given_or_default
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.spans import STEPS
 from paceline.train.autograd_graph import BackwardEnd
-from paceline.train.ddp.buckets import MIB, caps_of, make_buckets
+from paceline.train.ddp.bucket_assignment import MIB, caps_of, make_buckets
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.train.join import Join, Joinable, JoinHook
 from paceline.train.module_tensors import broadcast_tensors

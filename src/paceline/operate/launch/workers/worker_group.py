@@ -100,7 +100,7 @@ class WorkerGroup:
     def _started(self, spec: WorkerSpec, pid: int) -> None:
         self._unstarted.remove(spec)
         self._on_start(pid)
-        self._follow(spec.started(pid), spec.outputs)
+        self._watch_exit(spec.started(pid), spec.outputs)
         if len(self.workers) == self._size:
             self._forker.close()
         if self._asked_s is not None:  # the workers were asked to exit while this one was being forked
@@ -113,7 +113,7 @@ class WorkerGroup:
             spec.close()
         self._unstarted.clear()
 
-    def _follow(self, worker: WorkerProcess, outputs: list[WorkerOutput]) -> None:
+    def _watch_exit(self, worker: WorkerProcess, outputs: list[WorkerOutput]) -> None:
         """Monitors a worker that has just been started: forwards its output, and detects its exit."""
         self.workers.append(worker)
         if worker.memory is not None:

@@ -56,7 +56,7 @@ from paceline.train.elastic.coordinator.handover import (
     tell_successor,
 )
 from paceline.train.elastic.coordinator.membership_rules import (
-    admit_caught_up,
+    mark_caught_up,
     begin_machines,
     change_membership,
     fence,
@@ -395,11 +395,11 @@ def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, n
     """Updates the job according to a worker's message."""
     match message:
         case WorkerReady():
-            _asked(job, worker, message, now_s)
+            _handle_join_request(job, worker, message, now_s)
         case TransferReady():
             offer_transfer(job, worker, message)
         case CaughtUp():
-            admit_caught_up(job, worker, now_s)
+            mark_caught_up(job, worker, now_s)
         case ViewInstalled():
             job.breaks.committed(message.round)
             job.views.entered(worker, message.generation)
@@ -415,7 +415,7 @@ def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, n
                 job.finished.append(worker)
 
 
-def _asked(job: ElasticJob, worker: WorkerRecord, message: WorkerReady, now_s: float) -> None:
+def _handle_join_request(job: ElasticJob, worker: WorkerRecord, message: WorkerReady, now_s: float) -> None:
     """Handles a request to join. A member that sends such a request no longer holds the state."""
     if worker.phase is WorkerPhase.MEMBER and worker.has_state:
         worker.phase, worker.has_state = WorkerPhase.OUTSIDE, False

@@ -132,7 +132,7 @@ def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady
             _offer(job, receiver, receiver.transfer, sender.uid, message)
 
 
-def admit_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None:
+def mark_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None:
     """Marks a receiver that has caught up as ready, even if a view has excluded it in the meantime."""
     worker.has_caught_up = worker.learns
     if worker.phase is WorkerPhase.OUTSIDE and worker.learns:

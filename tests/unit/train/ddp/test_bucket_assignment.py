@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.ddp.buckets import FIRST_BUCKET_BYTES, MIB, caps_of, make_buckets
+from paceline.train.ddp.bucket_assignment import FIRST_BUCKET_BYTES, MIB, caps_of, make_buckets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 models = st.lists(st.tuples(st.integers(0, 100), st.sampled_from(DTYPES)), max_size=60)

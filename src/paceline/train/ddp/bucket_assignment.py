@@ -1,4 +1,4 @@
-"""Buckets: groups of parameters whose gradients are reduced together.
+"""Assignment of parameters to buckets, that is, to groups whose gradients are reduced together.
 
 This module does not import torch, because most of `paceline plan` runs without it.
 """
