@@ -1,11 +1,11 @@
-"""How long does an all-reduce of float32 take with Paceline, torch's gloo and Open MPI?
+"""Measures the duration of an all-reduce of float32 with Paceline, torch's gloo and Open MPI.
 
     python bench/all_reduce.py [--ranks 2 4] [--json FILE]
 
 Every rank has one thread. Paceline and gloo run alternately in the same processes; the first half of the calls is a
-warm-up and is not timed. Open MPI, if `make` has installed it, runs in processes of its own, three times, between the
-others. p50 and p95 are computed over the turns, n is the number of calls, and the ratio is the median of a contestant
-divided by Paceline's.
+warm-up and is not timed. If `make` has installed Open MPI, it runs three times in separate processes, between the runs
+of the other two. p50 and p95 are computed over the turns, n is the number of calls, and the ratio is the median of a
+contestant divided by Paceline's.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How long does an all-reduce of float32 on one host take with Paceline and with three MPI libraries?
+"""Measures the duration of an all-reduce of float32 on one host with Paceline and with three MPI libraries.
 
     python bench/all_reduce_mpi.py [--ranks 2] [--sizes BYTES ...] [--intel DIR] [--turns 100] [--repeats 3] [--json F]
 
 Each library starts processes in which it alternates with Paceline in short turns. The libraries run one at a time, and
-this is repeated `--repeats` times. Open MPI and MPICH are those that `make` installs; Intel MPI (the wheel `impi-rt`)
-is installed into DIR, by default the folder `impi` of this environment. "paceline" is the plain call and "persistent"
-the prepared one; the libraries run their plain call with MPI_IN_PLACE through mpi4py. The times are seconds per call in
-a turn: the median (p50), the 95th percentile and the minimum. n is the number of calls, and * marks the library with
-the lowest median. Every rank has one thread.
+the whole measurement is repeated `--repeats` times. `make` installs Open MPI and MPICH. Intel MPI (the wheel `impi-rt`)
+is installed into DIR, by default the folder `impi` of this environment. "paceline" is Paceline's plain call, and
+"persistent" is its persistent call. The libraries run their plain call with MPI_IN_PLACE through mpi4py. The times are
+seconds per call in a turn: the median (p50), the 95th percentile and the minimum. n is the number of calls, and * marks
+the library with the lowest median. Every rank has one thread.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run(library: Library, ranks: int, options: dict[str, object]) -> dict[str, T
 
 
 def rows_of(nbytes: int, runs: dict[str, list[Turns]]) -> list[dict[str, object]]:
-    """Returns a size's rows: each library beside Paceline in the same processes, and Paceline against the fastest."""
+    """Returns a row for each library, which compares it with Paceline at one size; marks the fastest library."""
     rows: list[dict[str, object]] = []
     for name, repeats in runs.items():
         row: dict[str, object] = {"size": human(nbytes), "library": name}

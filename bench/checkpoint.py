@@ -1,19 +1,19 @@
-"""How much does a checkpoint slow down training, how fast is it written, and how much does each rank read?
+"""Measures how much a checkpoint slows down training, how fast it is written, and how much each rank reads.
 
     python bench/checkpoint.py [--ranks 2] [--gigabytes 1] [--rounds 9] [--steps 3] [--directory DIR]
 
-"save": trains linear layers with AdamW; parameters and optimizer state are 1 GB. Each round runs some steps, saves,
-runs steps (at least one) until the checkpoint is on disk, and then runs some more. The contestants are `paceline.save`
-(asynchronous and synchronous), torch's DCP (`async_save` and `save`) and `torch.save` on rank 0. All of them call
-fsync, and their rounds alternate. "step s" is the mean duration of the steps before and after. "lost s" is the duration
-of the call that saves and of the steps during the save, less the usual duration of as many steps. "call s" is the
-duration of the call, "durable s" the time until the checkpoint is on disk, and "MB/s" the rate at which it was written.
-All figures are medians over the rounds. "no checkpoint" runs five steps instead; its loss is the error of the
-measurement. "the disk alone" is an upper bound for the write rate: every rank writes its share of as many zeros,
-bypassing the page cache, and calls fsync. Its "asynchronous" variant writes on a low-priority thread while the steps
-run; its loss is the time that the disk and its driver take from training.
-"load": 4 ranks save, and other numbers of ranks load. "read" is the number of bytes read by all ranks together, as a
-share of those written.
+"save" trains linear layers with AdamW. The parameters and the optimizer state have 1 GB in total. Each round runs some
+steps, saves, runs steps (at least one) until the checkpoint is on disk, and then runs some more. The contestants are
+`paceline.save` (asynchronous and synchronous), torch's DCP (`async_save` and `save`) and `torch.save` on rank 0. All of
+them call fsync, and their rounds alternate. "step s" is the mean duration of the steps before and after the save. "lost
+s" is the total duration of the saving call and of the steps during the save, minus the usual duration of that many
+steps. "call s" is the duration of the call, "durable s" the time until the checkpoint is on disk, and "MB/s" the rate
+at which it was written. All figures are medians over the rounds. "no checkpoint" runs five steps instead of a save; its
+"lost s" is the measurement error. "the disk alone" is an upper bound for the write rate: every rank writes its share of
+as many zeros, bypassing the page cache, and calls fsync. The "asynchronous" variant writes on a low-priority thread
+while the steps run; its "lost s" is the time that the disk and its driver take from training. In "load", 4 ranks save,
+and other numbers of ranks load. "read" is the total number of bytes read by all ranks, divided by the number of bytes
+written.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def dcps(asynchronous: bool) -> Save:
 
 
 def torchs(state: dict[str, Any], path: Path) -> Callable[[], bool]:
-    """Saves everything on rank 0 while the others wait, as in PyTorch's tutorial."""
+    """Saves everything on rank 0 while the other ranks wait, as in PyTorch's tutorial."""
     import paceline as dist
 
     if dist.get_rank() == 0:
@@ -176,7 +176,7 @@ def save_main(rank: int, gigabytes: float, rounds: int, steps: int, where: str, 
 
 
 class Turn(NamedTuple):
-    """The times of a round in seconds, on the slowest rank: of a step, lost, of the call, and until it is durable."""
+    """The times of a round on the slowest rank, in seconds: a step, lost time, the call, and until it is durable."""
 
     step: float
     lost: float

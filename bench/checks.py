@@ -1,12 +1,12 @@
-"""How much do the checks of gradients and replicas add to a training step?
+"""Measures the time that the checks of gradients and replicas add to a training step.
 
     python bench/checks.py [--ranks 2] [--models NAME ...] [--seconds 20] [--json FILE]
 
 The same model is trained with the default checks and without checks, alternating every few steps in the same processes.
 "barrier" is the bare model followed by a barrier after the backward pass. n counts steps; p50 and p95 are computed over
-the turns. "cost" is the median over turns of the step time with checks divided by that without, minus one. "looks" is
-the time spent in checks, measured by their own clock, as a share of the time of all steps with checks; the checks keep
-it below 0.5% once they have measured a step.
+the turns. "cost" is the step time with checks divided by the step time without checks, minus one; it is a median over
+turns. "looks" is the share of the time of all steps with checks that is spent in checks, measured by their own clock.
+The checks keep this share below 0.5% once they have measured a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SETTLING_STEPS = 20  # enough steps for each check to run once or twice, and for
 
 
 def stepper(model: torch.nn.Module, x: torch.Tensor, before: Callable[[], object] = int) -> Callable[[], None]:
-    # a learning rate of 0: replicas that diverge would be checked more often
+    # a learning rate of 0, because diverging replicas would be checked more often
     optimizer = torch.optim.Adam(model.parameters(), 0.0)
 
     def step() -> None:
@@ -57,7 +57,7 @@ class Timed:
 
 
 def is_before(end_s: float, rounds: int) -> bool:
-    """Returns True if rank 0's clock is before `end_s` or no round has run yet; a collective call."""
+    """Returns True if rank 0's clock is before `end_s` or if no round has run yet; a collective call."""
     import paceline as dist
 
     goes_on = torch.tensor(float(rounds == 0 or time.perf_counter() <= end_s))

@@ -1,14 +1,14 @@
-"""How fast do unmodified programs of torch.distributed run under `paceline run --compat torch`, compared with gloo?
+"""Compares unmodified torch.distributed programs under `paceline run --compat torch` with the same programs on gloo.
 
     python bench/compat.py [--ranks 2] [--programs NAME ...] [--turns 4] [--json FILE]
 
 `bench/compat_cases/program.py` uses gloo and does not import Paceline. Jobs started by torchrun and by `paceline run
---compat torch` alternate; every rank has one thread. In each job the model is also trained without communication,
-alternating with the distributed one. n counts distributed steps; p50 and p95 are computed over blocks of a few steps.
-"communication" is the share of a step that exceeds the bare model's step. The ratio is the median of a contestant
-divided by Paceline's. For "ratio to bare", each median is first divided by the bare model's median in the same jobs,
-which cancels the effect of other load on the machine. The benchmark fails if the two end with different parameters, or
-if gloo was not replaced.
+--compat torch` alternate; every rank has one thread. Each job also trains the model without communication, alternating
+with the distributed training. n counts distributed steps; p50 and p95 are computed over blocks of a few steps.
+"communication" is the amount by which a step exceeds the bare model's step, as a share of the step. The ratio is the
+median of a contestant divided by Paceline's. For "ratio to bare", each median is first divided by the bare model's
+median in the same jobs, so that the effect of other load on the machine cancels out. The benchmark fails if two jobs
+end with different parameters, or if gloo was not replaced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LONGEST_S = 600
 
 
 def job(by: str, program: str, ranks: int) -> dict[str, Any]:
-    """Runs a program and returns the output of its rank 0, parsed.
+    """Runs a program and returns the parsed output of its rank 0.
 
     Raises:
         SystemExit: The program failed, or `--compat` did not replace gloo.
@@ -68,7 +68,7 @@ def job(by: str, program: str, ranks: int) -> dict[str, Any]:
 
 
 def rows_of(program: str, jobs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, object]]:
-    """Returns a row for each launcher from the results of the jobs of both.
+    """Returns a row for each launcher, given the results of both launchers' jobs.
 
     Raises:
         SystemExit: Two jobs ended with different parameters.
@@ -94,7 +94,7 @@ def rows_of(program: str, jobs: Mapping[str, Sequence[Mapping[str, Any]]]) -> li
 
 
 def measured(program: str, ranks: int, turns: int) -> list[dict[str, object]]:
-    """Runs a program alternately with both launchers, and returns their rows."""
+    """Runs a program alternately with both launchers, and returns a row for each launcher."""
     jobs: dict[str, list[dict[str, Any]]] = {by: [] for by in LAUNCHERS}
     for turn in range(turns):
         for by in reversed(LAUNCHERS) if turn % 2 else LAUNCHERS:

@@ -1,14 +1,15 @@
-"""How much time does data parallelism add to a training step, compared with torch's DDP over gloo and no communication?
+"""Compares training steps with Paceline's data parallelism, with torch's DDP over gloo, and without communication.
 
     python bench/ddp.py [--ranks 2] [--models NAME ...] [--json FILE]
 
 Every rank has one thread and its own batch. The contestants alternate in the same processes, a few steps at a time, so
 that changes in the machine's load affect all of them equally. "none" runs the bare module on every rank at once.
 "barrier" adds a barrier after the backward pass; no synchronous method can be faster unless the ranks share work.
-Efficiency is the step time of "none" divided by a contestant's, and "of barrier" is the step time of "barrier" divided
-by it. n counts steps; p50 and p95 are computed over the turns. "waiting" is the share of Paceline's step that is spent
-at the end of the backward pass, reducing and waiting for reductions. The memory added is the amount by which wrapping
-and training increase a process's memory beyond that of the bare model; compare it with the size of the gradients.
+Efficiency is the step time of "none" divided by the contestant's step time, and "of barrier" is the step time of
+"barrier" divided by the contestant's step time. n counts steps; p50 and p95 are computed over the turns. "waiting" is
+the share of Paceline's step that is spent at the end of the backward pass, reducing and waiting for reductions. The
+memory added is the amount by which wrapping and training increase a process's memory beyond that of the bare model;
+compare it with the size of the gradients.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How long after a rank's death does each other rank raise an error, and does the error identify the right rank?
+"""Measures how soon the other ranks raise an error after a rank's death, and whether it identifies the right rank.
 
     python bench/death.py [--kills 200] [--case all_reduce ddp ...] [--busy 2] [--ballast 0] [--json FILE]
 
 Four ranks run on two cores, beside busy processes. While they are communicating, one of them is killed with SIGKILL;
-the time is measured from the kill to the error in the program of each survivor. For a survivor that was not in a call
-at the time of the kill, it is measured from the survivor's next call. The case `late` is different: three ranks wait in
-init_process_group for the fourth, and one of the three is killed. torch's gloo runs the same all-reduce in the same
-run.
+the time is measured from the kill to the error in the program of each survivor. If a survivor was not in a call at the
+time of the kill, the time is measured from the survivor's next call. The case `late` is different: three ranks wait in
+init_process_group for the fourth, and one of the three is killed. The same run also measures torch's gloo with the same
+all-reduce.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ENTERED = struct.Struct("q")
 
 @dataclass(frozen=True)
 class Raised:
-    """The error by which a survivor detected the death; times are in ns on the machine's monotonic clock."""
+    """The error that a survivor raised after the death; times are in ns on the machine's monotonic clock."""
 
     entered: int
     at: int
@@ -54,7 +54,7 @@ class Raised:
 
 
 class Board:
-    """A shared counter of entered calls for each rank, read by the process that kills."""
+    """Shared counters of the calls that each rank has entered. The process that kills a rank reads them."""
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
@@ -68,7 +68,7 @@ class Board:
 
 
 def _group_calls() -> dict[str, Callable[[], Callable[[], object]]]:
-    """Returns for each case a function that prepares its tensors and returns the call to repeat."""
+    """Returns, for each case, a function that prepares the tensors and returns the call to repeat."""
     import torch
 
     import paceline as dist
@@ -137,8 +137,8 @@ def work(case: str, victim: int, ballast_mib: int, board_path: str) -> Raised | 
     except dist.CollectiveError as error:
         at = time.monotonic_ns()
         del ballast
-        # This rank must not exit yet, because the others could take it for the dead one. A real program would clean up
-        # first.
+        # This rank must not exit yet, because the other ranks could report it as the dead rank. A real program would
+        # clean up first.
         return Raised(entered, at, isinstance(error, dist.PeerLostError) and error.rank == victim)
 
 

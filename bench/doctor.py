@@ -1,11 +1,11 @@
-"""How many planted mistakes does the doctor find, and how many false findings does it report in public scripts?
+"""Counts the planted mistakes that the doctor finds and the false findings that it reports in public scripts.
 
     python bench/doctor.py FOLDER [--fetch] [--json FILE]
 
-FOLDER contains a clone of each repository; --fetch creates them. The files of a repository that communicate are
-checked. All findings with high confidence in them were read by hand; the wrong ones are listed below. The planted
-mistakes are those of the tests. Because the repositories change, a later run may report other findings, which have to
-be read again.
+FOLDER contains a clone of each repository; --fetch creates them. The doctor checks all files of a repository that
+contain collective calls or similar calls. All its findings with high confidence were read by hand; the wrong findings
+are listed below. The planted mistakes are those of the tests. Because the repositories change, a later run may report
+other findings, which have to be read again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def certain(text: str) -> list[Diagnostic]:
 
 
 def check(path: Path) -> list[tuple[str, Diagnostic]] | None:
-    """Returns the findings in a file, or None if it does not communicate or is not valid in this version of Python."""
+    """Returns the findings in a file. Returns None if it has no communication or is invalid in this version of
+    Python."""
     try:
         text = path.read_text()
         return [(str(path), each) for each in certain(text)] if COMMUNICATES.search(text) else None

@@ -1,21 +1,21 @@
-"""How much does it cost an elastic job when workers die, freeze, join or are slow, and when nothing happens?
+"""Measures the cost to an elastic job of workers that die, freeze, join or are slow, and of elasticity itself.
 
     python bench/elastic.py [--cases death peers overhead shards join frozen ...] [--kills 200] [--json FILE]
 
 - death: a random worker is killed with SIGKILL at random instants. `pause` is the longest time between two steps of
-  each survivor until the replacement is in the view, minus the median step; `back` is the time until a step is
-  committed that had not been committed before. Lost steps and samples are counted, and the digest is compared with that
+  each survivor until the replacement is in the view, minus the median step; `back` is the time until the first commit
+  of a step that had not been committed before. Lost steps and samples are counted, and the digest is compared with that
   of a run in one process.
 - peers: the same with torchft (needs --torchft) and with torchrun, gloo and checkpoints. Jobs of the systems alternate.
 - overhead: the training loop with shards in an elastic job against the same loop in a job that is not elastic,
   alternating.
 - shards: the loop with as many shards as workers against DistributedDataParallel on the same samples. In both cases a
   third loop trains the bare model with a barrier after the backward pass ("barrier").
-- join: the time until a replacement is in the view, the pause of the other workers at that moment, their longest pause
-  before it (while senders fork and the replacement receives the state), and how much longer their steps are until then.
-  Measured for both loops, for states of several sizes, on one machine and on two (network namespaces at 1 Gbit/s, as
-  root). As a lower bound for the slowdown, the same loop also runs beside an unrelated process that uses as much of a
-  core as the replacements did.
+- join: the time until a replacement is in the view, the other workers' pause at that moment, their longest earlier
+  pause (while senders fork and the replacement receives the state), and the slowdown of their earlier steps. Measured
+  for both loops, for states of several sizes, on one machine and on two (network namespaces at 1 Gbit/s, as root). As a
+  lower bound for the slowdown, the same loop also runs beside an unrelated process that uses as much of a core as the
+  replacements did.
 - frozen: one worker is stopped (SIGSTOP), and in another job one is 10 times slower than the others.
 - speeds: workers with the speeds 1, 1, 1/2, 1/2 against the sum of their speeds.
 - partition: five machines are partitioned into three and two (as root).

@@ -1,13 +1,13 @@
-"""How much does encryption add to an all-reduce of float32 between two hosts?
+"""Measures the time that encryption adds to an all-reduce of float32 between two hosts.
 
     python bench/encryption.py [--rates none 1gbit 10gbit] [--streams 1] [--sizes BYTES ...] [--json FILE]
 
 Hosts are network namespaces of this machine, joined by veth pairs whose rate `tc tbf` limits. A group with encrypted
 connections and one with plain ones alternate in the same processes, with one thread per rank. p50 and p95 are computed
-over the turns, and n is the number of calls. The times per core are processor times of the calling thread, which other
-load on the machine hardly affects. Each of the two ranks sends and receives every byte of the tensor once, so "ns a
-byte" is the time for sealing one byte and opening another, including copies and system calls; compare it with the speed
-of AES-128-GCM that `openssl speed` reports.
+over the turns, and n is the number of calls. The times per core are processor times of the calling thread, because
+other load on the machine hardly affects them. Each of the two ranks sends and receives every byte of the tensor once,
+so "ns a byte" is the time for sealing one byte and opening another, including copies and system calls; compare it with
+the speed of AES-128-GCM that `openssl speed` reports.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def core_seconds(contestants: dict[str, Callable[[], object]], calls: dict[str, 
 
 
 def sealed_bytes_per_s() -> float | None:
-    """Returns the number of bytes that one core encrypts per second, or None without the `openssl` command."""
+    """Returns the number of bytes that one core encrypts per second, or None if `openssl` is not installed."""
     if shutil.which("openssl") is None:
         return None
     command = ["openssl", "speed", "-elapsed", "-seconds", "1", "-bytes", "16384", "-evp", CIPHER]

@@ -1,4 +1,4 @@
-"""How long does an all-reduce of float32 take with each engine, and through torch.distributed's API?
+"""Measures the duration of an all-reduce of float32 with each engine, and through torch.distributed's API.
 
     python bench/engines.py [--ranks 2] [--sizes BYTES ...] [--json FILE]
 

@@ -1,1 +1,1 @@
-"""Programs of torch.distributed for `bench/compat.py`, which do not import Paceline."""
+"""Programs for `bench/compat.py` that use torch.distributed and do not import Paceline."""

@@ -1,4 +1,4 @@
-"""Trains a model with torch.distributed and gloo. It does not import Paceline and is started by a launcher.
+"""Trains a model with torch.distributed and gloo. A launcher starts this program, which does not import Paceline.
 
     torchrun --nproc-per-node 2 program.py WAY MODEL BLOCKS STEPS
 

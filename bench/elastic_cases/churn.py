@@ -29,8 +29,7 @@ class Kill:
 class Churn:
     """The kills in a job.
 
-    Each kill happens after all `workers` slots have committed a step since the previous one, and then a random time of
-    up to `rest_s`.
+    After each kill, all `workers` slots commit a step, and the next kill follows after a random time of up to `rest_s`.
 
     Attributes:
         workers: The number of slots.

@@ -24,8 +24,8 @@ class Contestant:
         name: The label of its row.
         start: A function that starts a job.
         digest: The digest of an undisturbed run, if the system guarantees the same result.
-        keeps_weights: True if a sample has the same weight in every step. If the mean is over fewer workers after a
-            death, a sample that was used once cannot be distinguished from one that was used twice.
+        keeps_weights: True if a sample has the same weight in every step. Otherwise, the mean is over fewer workers
+            after a death, so a sample that was used once cannot be distinguished from a sample that was used twice.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ def measure(options: Options) -> tuple[str, Rows]:
 
 
 def measure_peers(options: Options) -> tuple[str, Rows]:
-    """Returns the table of Paceline and its peers, whose jobs alternate."""
+    """Returns the table of Paceline and its peers. The jobs of all systems alternate."""
     contestants = [_paceline(options), _torchrun(options)]
     rows: Rows = []
     if _has_torchft(options.torchft):

@@ -120,7 +120,8 @@ class TorchFT:
 
     def is_over(self) -> bool:
         if any(worker.poll() == 0 for worker in self._workers):
-            # A worker that has not rejoined by now would find no others, and would train alone from the first step.
+            # A worker that has not rejoined by now would find no other workers and would train alone from the first
+            # step.
             deadline = time.monotonic() + _ALONE_S
             with contextlib.suppress(subprocess.TimeoutExpired):
                 for worker in self._workers:
@@ -153,7 +154,7 @@ def torchrun(workers: int, steps: int, restarts: int) -> Launched:
     """Starts a torchrun job that runs `train_ddp.py`."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
     script = (str(HERE / "train_ddp.py"), "{directory}", "--steps", str(steps))
-    # Restarted workers would find the addresses of the dead ones in a store that the agent keeps open.
+    # The agent keeps its store open, in which restarted workers would find the addresses of dead workers.
     fresh_store = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     return Launched([*fresh_store, *launcher, "--max-restarts", str(restarts), *script])
 

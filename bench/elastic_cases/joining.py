@@ -1,4 +1,4 @@
-"""Kills a worker, and measures how long its replacement takes to join and how much it slows down the others.
+"""Kills a worker; measures how long its replacement takes to join and how much it slows down the other workers.
 
 If all cores are busy, the other workers slow down whenever another process starts. As a lower bound for the slowdown,
 the same loop runs beside an unrelated process that uses as much of a core as the replacements did.

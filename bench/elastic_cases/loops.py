@@ -12,7 +12,7 @@ import paceline as dist
 
 
 class Repeated(torch.utils.data.Dataset[torch.Tensor]):
-    """The samples of one step, repeated in every step; each shard has its own batch, derived from the given one."""
+    """The samples of one step, repeated in every step; each shard has its own batch, derived from the given batch."""
 
     def __init__(self, batch: torch.Tensor, steps: int, shards: int) -> None:
         self._step = torch.cat([batch.roll(shard, -1) for shard in range(shards)])

@@ -52,7 +52,7 @@ def measure_partition(options: Options) -> tuple[str, Rows]:
 def _cut(number: int) -> tuple[list[float], int, set[object]]:
     """Partitions one job's network; returns the majority's pauses, the minority's later commits and the final digests.
 
-    The coordinating machine is always in the majority. The other machines in it differ from one partition to the next.
+    The coordinating machine is always in the majority. The other machines in the majority differ between partitions.
     """
     minority = {1 + (number + each) % (_HOSTS - 1) for each in range(_MINORITY)}
     majority = set(range(_HOSTS)) - minority

@@ -9,7 +9,7 @@ Rows = list[dict[str, object]]
 
 @dataclass(frozen=True)
 class Options:
-    """Selects the size of the measurements.
+    """The options that determine the extent of the measurements.
 
     Attributes:
         workers: The number of workers in every job.
@@ -33,5 +33,5 @@ class Options:
 
     @property
     def few(self) -> int:
-        """Returns the number of workers that are killed in each row of the other cases."""
+        """Returns the number of workers that are killed in each row of a case other than `death`."""
         return max(2, self.kills // 10)

@@ -22,9 +22,9 @@ class Figures:
 
     Attributes:
         at_death: For each death and each other slot, the longest time between two steps before the replacement's first
-            one, minus the median step.
-        at_entry: For each death and each other slot, the time between the two steps around the replacement's first one,
-            minus the median step.
+            step, minus the median step.
+        at_entry: For each death and each other slot, the time between the two steps around the replacement's first
+            step, minus the median step.
         back: For each death, the time until a step was committed that had not been committed before.
         joined: For each death, the time until the replacement's first step.
         at_lesson: For each death and each other slot, the longest time between two steps from the end of the

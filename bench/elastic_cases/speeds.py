@@ -1,8 +1,7 @@
 """Compares a job whose workers have different speeds with the sum of these speeds.
 
-The speed of a worker is measured in a job of its own, with the same limit. The jobs with one worker each run at the
-same time, because cores that share caches slow each other down. They alternate with the job of all workers, several
-times.
+The speed of a worker is measured in a separate job with the same limit. The jobs with one worker each run at the same
+time, because cores that share caches slow each other down. They alternate with the job of all workers, several times.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def _pace(times_ns: Sequence[int]) -> float:
 
 @contextlib.contextmanager
 def _limits() -> Iterator[list[str]]:
-    """Yields a cgroup for each slot with the quota for its speed, or none if cgroups cannot be created."""
+    """Yields the path of a cgroup with the right quota for each slot, or an empty list if cgroups cannot be created."""
     made: list[Path] = []
     try:
         with contextlib.suppress(OSError):
@@ -107,7 +106,7 @@ def _limit(quota_us: int) -> Path:
     """Returns a new cgroup whose processes get `quota_us` microseconds of each period.
 
     Raises:
-        OSError: The kernel or its settings do not allow it.
+        OSError: The kernel or its settings do not allow a new cgroup.
     """
     root = _V1 if (_V1 / "cpu.cfs_quota_us").exists() else _V2
     path = root / f"paceline-bench-{os.getpid()}-{secrets.token_hex(4)}"

@@ -25,7 +25,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Samples(torch.utils.data.Dataset[Sample]):
-    """As many samples as `steps` steps use, if each is used once."""
+    """A data set with exactly as many samples as `steps` steps use."""
 
     def __init__(self, steps: int, shards: int, batch: int = BATCH) -> None:
         drawn = torch.Generator().manual_seed(1)
@@ -45,7 +45,7 @@ class Network(nn.Module):
     """A network with three layers.
 
     Args:
-        tallies: The number of samples that it counts: all of them, or 1 if the counts are not needed.
+        tallies: The number of samples whose uses are counted: all samples, or 1 if the counts are not needed.
     """
 
     def __init__(self, tallies: int) -> None:

@@ -57,7 +57,7 @@ def read(directory: Path) -> list[Commit]:
 
 
 def processor_seconds(directory: Path) -> dict[int, float]:
-    """Returns, for each process, the processor time that it had used when it committed its first step, in seconds."""
+    """Returns the processor time, in seconds, that each process had used when it committed its first step."""
     return {int(path.name.split("-")[1]): float(path.read_text() or 0) for path in directory.glob("busy-*")}
 
 

@@ -1,7 +1,7 @@
 """A worker of torchft: one replica group of one process, as in torchft's train_ddp.py.
 
-A step that is not committed repeats its samples. The example in torchft continues with the next batch instead and loses
-them.
+A step that is not committed repeats its samples. torchft's own example continues with the next batch instead, so these
+samples are lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loops in different jobs that run alternately: while one runs, the others sleep and do not affect its times."""
+"""Runs the loops of several jobs alternately: while one loop runs, the others sleep and do not affect its times."""
 
 from __future__ import annotations
 

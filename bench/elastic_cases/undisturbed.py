@@ -1,4 +1,4 @@
-"""Measures how much elasticity, and shards instead of DistributedDataParallel, add to each step without failures."""
+"""Measures how much elasticity adds to a step without failures, and compares shards with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _columns(kind: str, times_s: list[float]) -> dict[str, float]:
 
 
 def _compared(model: str, times: dict[str, list[float]]) -> dict[str, object]:
-    """Returns a row of times, with the ratio of the first to the second and its variation between turns."""
+    """Returns a row of the loops' times, with the ratio of the first two loops and its variation between turns."""
     (name, first), (other, second), _ = times.items()
     ratios = statistics.quantiles([a / b for a, b in zip(first, second, strict=True)], n=10, method="inclusive")
     return {
