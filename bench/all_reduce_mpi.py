@@ -80,7 +80,7 @@ def run(library: Library, ranks: int, options: dict[str, object]) -> dict[str, T
 
 
 def rows_of(nbytes: int, runs: dict[str, list[Turns]]) -> list[dict[str, object]]:
-    """Returns a row for each library, which compares it with Paceline at one size; marks the fastest library."""
+    """Returns the rows for one size: each library compared with Paceline, with a mark for the fastest library."""
     rows: list[dict[str, object]] = []
     for name, repeats in runs.items():
         row: dict[str, object] = {"size": human(nbytes), "library": name}

@@ -2,10 +2,10 @@
 
     python bench/doctor.py FOLDER [--fetch] [--json FILE]
 
-FOLDER contains a clone of each repository; --fetch creates them. The doctor checks all files of a repository that
-contain collective calls or similar calls. All its findings with high confidence were read by hand; the wrong findings
-are listed below. The planted mistakes are those of the tests. Because the repositories change, a later run may report
-other findings, which have to be read again.
+FOLDER contains a clone of each repository; --fetch creates them. The doctor checks the files that use communication
+between ranks. All its findings with high confidence were read by hand; the wrong findings are listed below. The planted
+mistakes are those of the tests. Because the repositories change, a later run may report other findings, which have to
+be read again.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def certain(text: str) -> list[Diagnostic]:
 
 
 def check(path: Path) -> list[tuple[str, Diagnostic]] | None:
-    """Returns the findings in a file. Returns None if it has no communication or is invalid in this version of
-    Python."""
+    """Returns the findings in a file, or None if the file is not distributed or not valid in this version of Python."""
     try:
         text = path.read_text()
         return [(str(path), each) for each in certain(text)] if COMMUNICATES.search(text) else None

@@ -1,11 +1,11 @@
-"""Does Paceline do on this machine's GPUs what torch.distributed does?
+"""Checks that Paceline and torch.distributed produce the same results on this machine's GPUs.
 
     python bench/gpu.py [--device cuda|fake|cpu] [--ranks N] [--steps NAME ...] [--budget-s 600]
                         [--at-once N] [--json FILE] [--log FILE] [--list]
 
 Runs the steps one at a time, each with its own ranks and a time limit, and continues after failures. The first steps
-check that the machine and torch's own NCCL work. The next ones compare Paceline with torch.distributed: collectives,
-streams, training, sharding, checkpoints. The last ones test failures, graphs and speed. Ranks share a GPU if there are
+check that the machine and torch's own NCCL work. The next steps compare Paceline with torch.distributed: collectives,
+streams, training, sharding, checkpoints. The last steps test failures, graphs and speed. Ranks share a GPU if there are
 fewer GPUs than ranks. Prints a line for each step and a table at the end; everything else is written to the log. The
 exit status is the number of steps that failed. `make gpu` runs this script.
 """
@@ -56,8 +56,8 @@ class Outcome:
         name: The name of the step.
         result: "ok", "failed", "timeout" or "left out" (skipped).
         seconds: The duration of the step.
-        error: The first line of its error, or the reason why it was skipped.
-        figures: The return value of its program.
+        error: The first line of the step's error, or the reason why the step was skipped.
+        figures: The return value of the step's program.
     """
 
     name: str
@@ -253,7 +253,7 @@ def suite(run: Run) -> list[Outcome]:
 
 
 def training_speed(run: Run, tables: list[dict[str, object]]) -> Outcome:
-    """Runs `bench/nccl.py` and adopts its table."""
+    """Runs `bench/nccl.py` and adds its table to the result."""
     import json
 
     with tempfile.TemporaryDirectory() as folder:
@@ -324,7 +324,7 @@ def run_all(run: Run) -> list[dict[str, object]]:
 
 
 def note(options: argparse.Namespace, machine: list[dict[str, str]]) -> str:
-    """Returns a sentence that states the number of ranks and the GPUs they used."""
+    """Returns a sentence that states the number of ranks and the GPUs used."""
     known = {row["fact"]: row["value"] for row in machine}
     if options.device != "cuda":
         return f"{options.ranks} ranks."

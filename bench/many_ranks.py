@@ -1,10 +1,11 @@
-"""With many ranks on this host, how long does the first barrier take after the last rank has joined?
+"""Measures the first barrier of many ranks on one host, from the time at which the last rank has joined.
 
     python bench/many_ranks.py [--ranks 256] [--rounds 5] [--json FILE]
 
 The ranks are forked from a process that has imported torch and Paceline, and are limited to 1,024 file descriptors
 each. They also run every collective and check the results. The other rows are the time from a rank's death until all
-others have detected it, and from then until all have left. The last line is the total memory (Pss) of the ranks.
+other ranks have detected it, and the time from then until all have left. The last line is the total memory (Pss) of the
+ranks.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def check_collectives(rank: int, size: int) -> None:
 
 
 def rank_program(rank: int, size: int, port: int) -> list[float]:
-    """Returns the rank's memory in MiB, and the times at which it completed each stage, starting with its start."""
+    """Returns the rank's memory in MiB, the time of its start, and the time at which it completed each stage."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     torch.set_num_threads(1)
     times = [time.monotonic()]

@@ -1,4 +1,4 @@
-"""How long does it take until N workers that do not import torch have started and have all connected?
+"""Measures the time until N workers that do not import torch have started and are all connected.
 
     python bench/many_workers.py [--workers 256] [--rounds 3] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How long does a training step on a GPU take with Paceline's DDP over nccl, compared with torch's DDP over NCCL?
+"""Compares a training step on a GPU with Paceline's DDP over nccl to the same step with torch's DDP over NCCL.
 
     python bench/nccl.py [--rounds 20] [--json FILE]
 

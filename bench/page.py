@@ -1,11 +1,11 @@
-"""How much of one core does the live page use in the launcher, with 64 ranks that run 10 steps per second?
+"""Measures the share of a core that the live page uses in the launcher, with 64 ranks at 10 steps per second each.
 
     python bench/page.py [--ranks 64] [--steps-per-second 10] [--seconds 10] [--json FILE]
 
-One process records steps of data-parallel training, and the page reads this recording in place of each rank's, once per
-second, as it does while a browser is connected. The time is that of the dashboard thread: reading, building the state,
-and encoding the message. p50 and p95 are computed over n updates. The last row is measured without a connected browser,
-when the page reads only every five seconds.
+One process records steps of data-parallel training. The page reads this recording once per second in place of every
+rank's recording, as it does while a browser is connected. The time is that of the dashboard thread: reading, building
+the state, and encoding the message. p50 and p95 are computed over n updates. The last row is measured without a
+connected browser, when the page reads only every five seconds.
 """
 
 from __future__ import annotations

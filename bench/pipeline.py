@@ -1,14 +1,14 @@
-"""How long does a pipeline's step take, compared with the schedule's theory and with torch's own pipelining?
+"""Compares the duration of a pipeline's step with the schedule's theory and with torch's own pipelining.
 
     python bench/pipeline.py [--ranks 2] [--micro-batches 8] [--width 512] [--depth 8] [--rounds 7] [--json FILE]
 
 Every rank has one thread and `depth` linear layers of `width` features with ReLU, so all stages take the same time. A
-rank's own forward and backward passes are timed without messages, on all ranks at the same time. "theory" is the step
-that is simulated from these times, and "bubble" is the share of the step in which a rank does not compute. "step / its
-own tasks" divides the step by one that is simulated from the durations of its own tasks: a core that is slower for a
-moment lengthens both, so the excess over 1 is the cost of messages and waiting.
-Steps of all schedules alternate; n is the number of turns. torch's schedules run on gloo, in the same turns, unless one
-does not complete within 30 s: it is reported as hanging, and the schedules after it are skipped because gloo can no
+rank's own forward and backward passes are timed without messages, on all ranks at the same time. "theory" is the
+duration of a step simulated from these times, and "bubble" is the share of the step in which a rank does not compute.
+"step / its own tasks" is the duration of the step divided by that of a step simulated from the measured durations of
+its tasks. A core that is slower for a moment lengthens both, so the excess over 1 is the cost of messages and waiting.
+Steps of all schedules alternate; n is the number of turns. torch's schedules run on gloo in the same turns. A schedule
+that does not complete within 30 s is reported as hanging, and all later schedules are skipped because gloo can no
 longer be used.
 """
 
@@ -70,7 +70,7 @@ def ends(step: Callable[[], object]) -> bool:
 
 @contextmanager
 def each_task_timed(stages: Iterable[object]) -> Iterator[list[float]]:
-    """Yields a list that collects the durations of the tasks that the stages run in the context, in order."""
+    """Yields a list, and appends the duration of each task that the stages run within the context."""
     took: list[float] = []
 
     def timed(work: Callable[..., object]) -> Callable[..., object]:

@@ -1,19 +1,18 @@
-"""How accurate are the predictions of `paceline plan`?
+"""Measures the accuracy of the predictions of `paceline plan`.
 
     python bench/plan.py [--hosts 2 3 4] [--per-host 1 2] [--rates 100mbit 300mbit] [--delays 0 5] [--json FILE]
 
 Hosts are network namespaces of this machine (as root), joined by links of the given rates and delays. Calibration
 measures the link for each rate and delay, with one message at a time between two hosts; the link within a host; and the
 steps of each model without communication. Because the ranks share the cores of this machine, the steps are measured
-while as many ranks train as at the grid point. All-reduces and steps with communication are not used for calibration at
-any point.
+while as many ranks train as at the grid point. All-reduces and steps with communication are never used for calibration.
 
 The error is the difference between the prediction and the mean of the repeats, relative to the mean. The spread is the
 difference between the slowest and the fastest repeat; each repeat is a separate run. "beyond spread" is the amount by
 which the error exceeds the spread. "held" is the share of the points whose mean is within the printed band from the 5th
-to the 95th percentile, and the width of the band is relative to the mean. The default grid takes about two hours. If a
-run fails, its error is printed and the other runs continue. Sizes below 1 MiB are excluded, because the token buckets
-that limit the rates let 128 KiB pass at once.
+to the 95th percentile. The width of the band is relative to the mean. The default grid takes about two hours. If a run
+fails, its error is printed and the other runs continue. Sizes below 1 MiB are excluded, because the token buckets that
+limit the rates let 128 KiB pass at once.
 """
 
 from __future__ import annotations

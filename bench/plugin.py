@@ -1,4 +1,4 @@
-"""How much faster are programs of torch.distributed with the backend "paceline" than with gloo?
+"""Compares the speed of torch.distributed programs with the backend "paceline" and with gloo.
 
     python bench/plugin.py [--ranks 2] [--sizes BYTES ...] [--json FILE]
 

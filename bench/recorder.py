@@ -1,4 +1,4 @@
-"""How much time does the recorder add to a call, an all-reduce and a training step?
+"""Measures the time that the recorder adds to a call, an all-reduce and a training step.
 
     python bench/recorder.py [--rounds N] [--json FILE]
 

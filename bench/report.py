@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: measures and summarizes times, prints tables, and writes the file given by `--json`."""
+"""Measures and summarizes times, prints tables and writes the file given by `--json`, for all benchmarks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def versions() -> dict[str, str]:
 
 
 def command() -> str:
-    """Returns the command line, without the options that select the files of the rows and the log."""
+    """Returns the command line without the options `--json` and `--log`."""
     words = [f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]
     for option in ("--json", "--log"):
         if option in words:
@@ -73,7 +73,7 @@ def command() -> str:
 
 
 def load() -> str:
-    """Returns the load average: the number of processes that ran or were ready to run, over the last minute."""
+    """Returns the load average: the mean number of running or ready processes over the last minute."""
     return f"{os.getloadavg()[0]:.0f}"
 
 
@@ -91,7 +91,7 @@ def show(title: str, rows: Rows, json_path: str | None) -> None:
 
 
 def keep(tables: Sequence[dict[str, object]], json_path: str, note: str = "") -> None:
-    """Writes tables and what is needed to interpret them; `bench/publish` generates documentation from such files."""
+    """Writes tables and the data needed to interpret them; `bench/publish` generates documentation from such files."""
     result = {
         "command": command(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -128,7 +128,7 @@ def spread(times_s: Sequence[float], of_a_turn: int = 1) -> Spread:
 
 
 def p95(values: Sequence[float]) -> float:
-    """Returns the 95th percentile; with few values it is close to the largest one, and never exceeds it."""
+    """Returns the 95th percentile. With few values it is close to the largest value, but never exceeds it."""
     return statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
@@ -160,9 +160,9 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Returns the seconds per call in each turn. Turns alternate, so changes in load affect all contestants equally.
 
-    `meet` is called before each turn and is not timed: with a barrier of all ranks, work that is still pending from one
-    turn does not slow down the next. With `settles`, as many untimed calls as timed ones precede them: after a
-    contestant whose threads sleep in its calls, ranks may share a core for some milliseconds.
+    `meet` is called before each turn and is not timed. If it is a barrier of all ranks, pending work from one turn does
+    not slow down the next turn. With `settles`, each turn begins with as many untimed calls as timed calls, because
+    ranks may share a core for some milliseconds after the turn of a contestant whose threads sleep.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):

@@ -3,7 +3,7 @@
     python bench/run.py [NAME ... | usual | all] [--results FOLDER]
     python bench/run.py --list
 
-`make bench` runs the names in `usual`, `make bench BENCH="ddp store"` the given names, and `make figures` none: it only
+`make bench` runs the names in `usual`, `make bench BENCH="ddp store"` runs the given names, and `make figures` only
 draws. The result of a benchmark that succeeded is kept as NAME.json in `bench/results`. With --results the results are
 kept in another folder, and nothing is drawn.
 """

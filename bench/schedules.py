@@ -1,4 +1,4 @@
-"""How long does one rank of a very large world take to build its all-reduce schedule?
+"""Measures how long one rank of a very large world takes to build its all-reduce schedule.
 
     python bench/schedules.py [--world-size N] [--ranks-a-host N] [--json FILE]
 

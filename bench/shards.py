@@ -1,4 +1,4 @@
-"""How much longer is a step with logical shards than a step with DistributedDataParallel, with one shard per rank?
+"""Measures how much longer a step with one logical shard per rank is than a step with DistributedDataParallel.
 
     python bench/shards.py [--ranks 2] [--models NAME ...] [--rounds 15] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How long does an all-reduce of CUDA tensors through host memory take, compared with torch's gloo on the same tensors?
+"""Compares an all-reduce of CUDA tensors through host memory with torch's gloo on the same tensors.
 
     python bench/staged.py [--ranks 2] [--rounds 10] [--json FILE]
 

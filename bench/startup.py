@@ -1,4 +1,4 @@
-"""How long does it take from the command to the first completed all-reduce on 2 and 4 ranks, compared with torchrun?
+"""Measures the time from the command to the first completed all-reduce on 2 and 4 ranks, compared with torchrun.
 
     python bench/startup.py [--json FILE]
 

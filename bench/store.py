@@ -1,9 +1,9 @@
-"""How fast is TCPStore, compared with torch's?
+"""Compares the speed of TCPStore with that of torch's TCPStore.
 
     python bench/store.py [--json FILE]
 
-The server runs in this process, and the clients are threads of another. Requests to the two stores alternate. The rates
-are medians over n turns, and 5th percentiles (p5).
+The server runs in this process, and the clients are threads of another process. Requests to the two stores alternate.
+The rates are medians and 5th percentiles (p5) over n turns.
 """
 
 from __future__ import annotations

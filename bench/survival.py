@@ -1,13 +1,13 @@
-"""How accurate is the simulated pause after a death, compared with the measured one?
+"""Compares the simulated pause after a worker's death with the measured pause.
 
     python bench/survival.py [--workers 4 5 6] [--kills 30] [--steps 1500] [--json FILE]
 
-Elastic jobs with 12 logical shards run with each number of workers, which are killed with SIGKILL one at a time at
-random instants. Two of the times for `paceline plan --times` are derived from jobs of 2 workers, whose survivor is
-alone (`forming`, a member's own work for a new view), and of 3 (`rendezvous`, until the members are connected). These
-times are used to simulate the other jobs, with the coordinator that a launcher runs. All workers share the cores of
-this machine, so `forming` takes longer with more workers than cores. "error" is the simulated median divided by the
-measured one, minus 1; a pause is defined as in `bench/elastic.py`.
+Elastic jobs with 12 logical shards run with each number of workers. The workers are killed with SIGKILL, one at a time,
+at random instants. Two of the times for `paceline plan --times` are derived from smaller jobs: `forming`, a member's
+own work for a new view, from jobs of 2 workers, where the survivor is alone; and `rendezvous`, the time until the
+members are connected, from jobs of 3. These times are used to simulate the other jobs, with the coordinator that a
+launcher runs. All workers share the cores of this machine, so `forming` takes longer with more workers than cores.
+"error" is the simulated median divided by the measured one, minus 1; a pause is defined as in `bench/elastic.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_JOBS = 40  # deaths for each number of workers
 
 
 def measured(workers: int, kills: int, steps: int) -> tuple[float, list[float]]:
-    """Returns the seconds of a step, and of the pause of each survivor at each death."""
+    """Returns the duration of a step, and of each survivor's pause at each death, in seconds."""
     figures, random = Figures(), Random(workers)
     jobs_left = _MOST_JOBS
     while figures.deaths < kills:

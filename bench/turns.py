@@ -56,7 +56,8 @@ def take_turns(
 def rows_of_steps(times_s: dict[str, list[float]], of_a_turn: int) -> list[dict[str, object]]:
     """Returns a row for each kind: n, the median and the 95th percentile of its turns, and its efficiency.
 
-    Efficiency is the median of the kind "none", if present, divided by that of the row; "of barrier" likewise.
+    Efficiency is the median of the kind "none", if present, divided by that of the row. "of barrier" is the same ratio
+    for the kind "barrier".
     """
     spreads = {kind: spread(each, of_a_turn) for kind, each in times_s.items()}
     rows: list[dict[str, object]] = []

@@ -1,15 +1,15 @@
-"""How close to the optimum is an all-reduce over unequal links between hosts, compared with fixed algorithms?
+"""Compares an all-reduce over unequal links between hosts with the optimum and with fixed algorithms.
 
     python bench/uneven.py [--cases slow-host slow-pair two-racks] [--sizes BYTES] [--fast RATE] [--slow RATE]
     python bench/uneven.py --measured
 
 Four hosts with one rank each are network namespaces of this machine. All links have the fast rate except one: one
-host's link, the link between two hosts, or the uplink of each rack of two hosts. PACELINE_NETWORK describes this, or
-with `--measured` Paceline measures it during rendezvous; Paceline chooses the algorithm accordingly. Fixed algorithms
-are forced in groups of their own. All of them alternate in the same processes, with one thread per rank, and each turn
-ends with a barrier, so it lasts until all ranks have the sum. "of optimum" is the shortest time that any schedule can
-achieve (derived in docs/uneven-networks.md), divided by the median; frames of 1500 bytes leave 95.6% of a rate for the
-payload.
+host's link, the link between two hosts, or the uplink of each rack of two hosts. PACELINE_NETWORK describes the rates;
+with `--measured`, Paceline measures them during rendezvous instead. Paceline chooses the algorithm accordingly. Each
+fixed algorithm is forced in a separate group. All groups alternate in the same processes, with one thread per rank.
+Each turn ends with a barrier, so it lasts until all ranks have the sum. "of optimum" is the shortest time that any
+schedule can achieve (derived in docs/uneven-networks.md), divided by the median; frames of 1500 bytes leave 95.6% of a
+rate for the payload.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ FIXED = ("ring", "hierarchical", "halving_doubling", "tree", "star")
 
 
 class Case:
-    """A network, which `shape` derives from one with equally fast links.
+    """A network. `shape` derives it from a network with equally fast links.
 
-    `described` is PACELINE_NETWORK. `least` has the numbers of bytes per byte of the tensor that the slow and the fast
-    link must carry at least.
+    `described` is PACELINE_NETWORK. `least` has the minimum numbers of bytes that the slow and the fast link must carry
+    per byte of the tensor.
     """
 
     def __init__(

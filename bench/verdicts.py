@@ -1,4 +1,4 @@
-"""When a job hangs or fails, does the launcher report the right rank and the right cause, and how soon?
+"""Checks whether the launcher reports the right rank and cause when a job hangs or fails, and how soon.
 
     python bench/verdicts.py [--runs 5] [--faults skip stop ...] [--ranks 2 4] [--hosts 1 2] [--stall-after 15]
                              [--healthy 5] [--busy-for 25] [--at-once 1] [--torch] [--show] [--json FILE]
@@ -8,9 +8,9 @@ prints. In healthy runs rank 0 evaluates, saves or compiles for longer than a ca
 problem is a false verdict. Two hosts are network namespaces, which require root. With --torch, torch's flight recorder
 and its analyzer are applied to the same faults, on gloo; only the rank that the analyzer reports is checked.
 
-Most runs spend their time waiting, so --at-once runs several in parallel. Runs that need the machine for themselves
-(slow cores and links, and the fault that exhausts the memory) are sequential. Without the option, times are those of an
-otherwise idle machine.
+Most runs spend their time waiting, so --at-once runs several in parallel. Runs that need the whole machine (slow cores
+and links, and the fault that exhausts the memory) are sequential. Without the option, times are those of an otherwise
+idle machine.
 """
 
 from __future__ import annotations

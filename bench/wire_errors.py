@@ -1,14 +1,14 @@
-"""How large are the errors of bf16, int8 and int4 on the wire, and how fast is packing?
+"""Measures the errors of bf16, int8 and int4 on the wire, and the speed of packing.
 
     python bench/wire_errors.py [--steps 200] [--json FILE]
 
-"one rounding" is the root mean square error of packing and unpacking, relative to the root mean square of the numbers;
-"2 hosts" and "8 hosts" are the same for a whole all_reduce across that many hosts, with different numbers on each. With
-two hosts, the sums of both are rounded. With more, each host's part is rounded on its way to the owner of a slice,
-except the owner's own part, and then the sum is rounded. The numbers are normally distributed, or are gradients of the
-model of examples/char_lm.py after some training steps, from a different batch on each host. "feedback" is the error of
-the mean of 100 all_reduces across 2 hosts of the same numbers, with error feedback. Throughputs are those of one
-thread, in bytes of float32 per second of its processor time, with residuals.
+"one rounding" is the root mean square error of packing and unpacking, relative to the root mean square of the numbers.
+"2 hosts" and "8 hosts" are the same error for a whole all_reduce across that many hosts, with different numbers on
+each. With two hosts, the sums of both are rounded. With more hosts, each host's part is rounded on its way to the owner
+of a slice, except the owner's own part, and then the sum is rounded. The numbers are normally distributed, or are
+gradients of the model of examples/char_lm.py after some training steps, from a different batch on each host. "feedback"
+is the error of the mean of 100 all_reduces of the same numbers across 2 hosts, with error feedback. Throughputs are
+those of one thread, in bytes of float32 per second of its processor time, with residuals.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def rounded(wire: str, values: torch.Tensor, residual: torch.Tensor | None = Non
 def reduced(wire: str, parts: list[torch.Tensor], residuals: list[torch.Tensor] | None = None) -> torch.Tensor:
     """Returns the sum of the hosts' `parts`, rounded as in an all-reduce with `wire`.
 
-    With two hosts, both parts are rounded. With more, the parts are rounded except that of the slice's owner (the
-    first), and then the sum is rounded.
+    With two hosts, both parts are rounded. With more hosts, all parts except that of the slice's owner (the first host)
+    are rounded, and then the sum is rounded.
     """
     kept = residuals or [None] * len(parts)
     if len(parts) == 2:
@@ -59,7 +59,7 @@ def relative_rms(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def gradients(steps: int, hosts: int) -> list[torch.Tensor]:
-    """Returns gradients after `steps` steps, each for a different batch, of all parameters in bucket order."""
+    """Returns the gradients of `hosts` different batches after `steps` steps, each as a flat tensor in bucket order."""
     torch.manual_seed(0)
     text = char_text.Text.read().train
     model = char_text.Model()

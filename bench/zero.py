@@ -1,14 +1,14 @@
-"""How much memory does each stage of ZeRO need on a rank, and how long does a step take?
+"""Measures the memory that each stage of ZeRO needs on a rank, and the duration of a step.
 
     python bench/zero.py [--ranks 2] [--models NAME ...] [--overlap] [--json FILE]
 
 "barrier" is the bare model with AdamW on every rank and a barrier after the backward pass. Stage 0 is
-DistributedDataParallel with AdamW on every rank. The numbers of bytes are maxima over the ranks: of the optimizer
-state, of gradients at the end of the backward pass, of parameters between steps, and of parameters at their peak in the
-forward pass. "share" is the optimizer state divided by that of stage 0; compare it with 1 / ranks. "loss apart" is the
-largest difference between any rank's loss and that of stage 0 over the steps. n, p50 and p95 are those of rank 0's
-steps. Every rank has one thread and its own batch. --overlap averages gradients during the backward pass, and gathers
-the parameters of stage 3 one layer ahead.
+DistributedDataParallel with AdamW on every rank. The numbers of bytes are maxima over the ranks. They are given for the
+optimizer state, for gradients at the end of the backward pass, for parameters between steps, and for parameters at
+their peak in the forward pass. "share" is the optimizer state divided by that of stage 0; compare it with 1 / ranks.
+"loss apart" is the largest difference between any rank's loss and that of stage 0 over the steps. n, p50 and p95 are
+those of rank 0's steps. Every rank has one thread and its own batch. --overlap averages gradients during the backward
+pass, and gathers the parameters of stage 3 one layer ahead.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 python release/build_progress.py -c constraints.txt torch      (runs `pip install -c constraints.txt torch`)
 
-The package's build backend also uses it, because pip hides a build's output: `pip install .` would show only a spinner.
+The package's build backend also uses this module. pip hides a build's output, so `pip install .` would otherwise show
+only a spinner.
 """
 
 from __future__ import annotations

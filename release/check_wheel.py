@@ -118,7 +118,7 @@ def _lend(distribution: metadata.Distribution, place: Path) -> None:
 
 
 def install(wheel: Path, programs: Path, with_torch: bool) -> tuple[float, float]:
-    """Installs the wheel without a compiler; returns the elapsed and the processor time, in seconds."""
+    """Installs the wheel without a compiler; returns the elapsed time and the processor time, in seconds."""
     began_s, before = time.monotonic(), os.times()
     needs = [] if with_torch else ["--no-deps"]
     _run([str(programs / "pip"), "install", *_QUIET, "--only-binary", ":all:", *needs, str(wheel)], PATH=str(programs))
@@ -131,7 +131,7 @@ def install(wheel: Path, programs: Path, with_torch: bool) -> tuple[float, float
 
 
 def try_out(programs: Path, with_torch: bool) -> None:
-    """Runs the command, and trains on two ranks, or without torch runs a rendezvous of two ranks.
+    """Runs the command, and trains on two ranks. Without torch, runs a rendezvous of two ranks instead.
 
     Raises:
         CheckFailed: The imported paceline is not the wheel's, or a rank did not complete.

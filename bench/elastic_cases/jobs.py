@@ -154,7 +154,8 @@ def torchrun(workers: int, steps: int, restarts: int) -> Launched:
     """Starts a torchrun job that runs `train_ddp.py`."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
     script = (str(HERE / "train_ddp.py"), "{directory}", "--steps", str(steps))
-    # The agent keeps its store open, in which restarted workers would find the addresses of dead workers.
+    # The agent would otherwise keep its store open, and restarted workers would find the addresses of dead workers in
+    # it.
     fresh_store = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     return Launched([*fresh_store, *launcher, "--max-restarts", str(restarts), *script])
 

@@ -223,7 +223,7 @@ def all_types(setting: Setting, name: str) -> dict[str, object]:
                 def reference(x: torch.Tensor = x, op: str = op) -> Outputs:
                     return on_cpu(call(theirs, here, x.to(here.reference_device, copy=True), op)[0])
 
-                # torch rejects this type inside a group of NCCL calls, which it then never closes, so later calls hang
+                # torch opens a group of NCCL calls, rejects this type and never closes the group, so later calls hang
                 is_refused = here.reference_device.type == "cuda" and dtype is torch.int16
                 wanted, reason = (None, "") if is_refused else _refusal(reference)
                 if wanted is None and dtype is torch.float32 and here.device.type == "cuda":
@@ -264,7 +264,7 @@ def plainly(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> Outpu
 
 
 def within_a_side_stream(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> Outputs:
-    """Computes the input late on a side stream, and calls and reads on that stream."""
+    """Computes the input after a delay on a side stream; calls the collective and reads the result on that stream."""
     stream = here.stream()
     stream.wait_stream(here.current_stream())
     with here.within(stream):
@@ -276,7 +276,7 @@ def within_a_side_stream(here: Session, call: Call, on: ModuleType, x: torch.Ten
 
 
 def waited_for_by_another_stream(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> Outputs:
-    """Calls on the current stream; waits and reads on another stream."""
+    """Calls the collective on the current stream; waits and reads the result on another stream."""
     stream = here.stream()
     here.delay()
     outputs, work = call(on, here, x * 1, "SUM", async_op=True)
@@ -299,7 +299,7 @@ def without_wait(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> 
 
 
 def freed_at_once(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> Outputs:
-    """Frees the input right after the call, and writes to memory that is allocated then."""
+    """Frees the input right after the call, then allocates new memory and writes to it."""
     here.delay()
     outputs, work = call(on, here, x * 1, "SUM", async_op=True)
     others = [torch.full_like(x, 77) for _ in range(8)]
@@ -367,7 +367,7 @@ def objects_and_barriers(setting: Setting) -> None:
 
 
 def subgroups(setting: Setting) -> None:
-    """Runs reductions sequentially in a group of one rank, in one with reversed ranks, and in the default group."""
+    """Runs reductions in turn in a group of one rank, in a group with reversed ranks, and in the default group."""
     ours, _ = modules()
     with session(setting, theirs=False) as here:
         mirrored = ours.new_group(list(reversed(range(here.size))))

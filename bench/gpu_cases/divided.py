@@ -1,4 +1,4 @@
-"""Compares sharded models and steps on a device with one process on the CPU, and tests calls with several tensors."""
+"""Compares sharded training on a device with one process on the CPU, and tests calls with several tensors."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Session:
         setting: The settings of the run.
         rank, size: The rank and the size in both groups.
         device: The rank's device.
-        reference_device: The device for torch.distributed: the same device with CUDA, otherwise the CPU, with gloo.
+        reference_device: The device for torch.distributed: the rank's device with CUDA, otherwise the CPU (with gloo).
     """
 
     setting: Setting
@@ -128,7 +128,7 @@ def session(
 ) -> Iterator[Session]:
     """Forms the process groups of `paceline` and of `torch.distributed`.
 
-    Destroys them if no error occurs, unless `ends` is False, for programs that break their group.
+    Destroys the groups if no error occurs. Programs that break their group set `ends` to False to prevent this.
     """
     device = open_device(setting)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

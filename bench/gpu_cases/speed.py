@@ -26,7 +26,7 @@ def _seconds(here: Session, call: Callable[[], object], calls: int) -> float:
 
 
 def bandwidth(setting: Setting) -> list[dict[str, object]]:
-    """Returns a row for each size: medians of both libraries, and the bus bandwidth, 2 (n - 1) / n bytes per second."""
+    """Returns a row for each size: both libraries' medians, and bus bandwidths (2 (n - 1) / n times size over time)."""
     rows: list[dict[str, object]] = []
     with session(setting) as here:
         for nbytes in SIZES if here.device.type == "cuda" else SIZES[:9]:

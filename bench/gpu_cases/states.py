@@ -85,7 +85,7 @@ def checkpoints(setting: Setting, stage: int) -> dict[str, object]:
 
 
 def map_location(setting: Setting) -> None:
-    """Saves on one rank with torch.save, and loads on each with `map_location`, as in PyTorch's tutorial."""
+    """Saves on one rank with torch.save, and loads on each rank with `map_location`, as in PyTorch's tutorial."""
     path = Path(setting.folder, "model.pt")
     with session(setting, theirs=False) as here:
         model, _ = _trained(here, 0)

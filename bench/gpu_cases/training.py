@@ -22,7 +22,7 @@ CLASSES = 8
 
 
 class Network(nn.Module):
-    """A convolution with batch normalization, and two blocks, of which a batch may skip one."""
+    """A convolution with batch normalization, and two blocks. A batch may skip one of the blocks."""
 
     def __init__(self, skips: bool = False, recomputes: bool | None = None) -> None:
         """Initializes the layers.

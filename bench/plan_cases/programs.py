@@ -43,7 +43,7 @@ def train(model: nn.Module, x: torch.Tensor, steps: int, seconds: float = 0.0) -
 
 
 def measure_two() -> object:
-    """Measures the link between ranks 0 and 1, and the time to add a byte; returns them on rank 0."""
+    """Measures the link between ranks 0 and 1, and the time to add a byte; returns both on rank 0."""
     import paceline as dist
     from paceline.operate.plan.measure_worker import measure_link
     from paceline.operate.plan.step_watch import reduction_s_per_byte
@@ -58,7 +58,7 @@ def measure_two() -> object:
 def calibrate(models: Sequence[str], steps: int) -> dict[str, bytes]:
     """Calibrates each model while all ranks train independently, without a link between hosts.
 
-    The ranks of the grid share the cores of one machine, so the calibration must use them all.
+    The ranks of the grid share the cores of one machine, so the calibration must also run on all ranks.
     """
     import paceline as dist
     from paceline.operate.plan.calibration import Links, encode
@@ -91,7 +91,7 @@ def calibrate(models: Sequence[str], steps: int) -> dict[str, bytes]:
 
 
 def measure(algorithm: str, sizes: Sequence[int], models: Sequence[str], steps: int) -> dict[str, float]:
-    """Returns the median seconds of an all-reduce of each size, and of a step of each model."""
+    """Returns the median duration, in seconds, of an all-reduce of each size and of a step of each model."""
     import paceline as dist
 
     torch.set_num_threads(1)

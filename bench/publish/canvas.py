@@ -90,7 +90,7 @@ def _finished(svg: str, title: str) -> str:
 
 
 def bars(axes: Axes, groups: Sequence[str], series: dict[str, tuple[str, list[float | None]]], unit: str) -> None:
-    """Draws groups of bars with their values above; a value of None is omitted.
+    """Draws groups of bars with the value above each bar; a value of None is omitted.
 
     Args:
         axes: The axes to draw on.

@@ -1,4 +1,4 @@
-"""Defines the blocks of docs/gpu.md: where each step of `bench/gpu.py` ran and its result, and the speed of a GPU."""
+"""Defines the blocks of docs/gpu.md: the results of each step of `bench/gpu.py` by device, and the speed of a GPU."""
 
 from __future__ import annotations
 

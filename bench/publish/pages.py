@@ -1,4 +1,4 @@
-"""Pages of the documentation with blocks between markers, which are generated from results.
+"""Generates the blocks between markers in the pages of the documentation from results.
 
     <!-- figures: all_reduce -->
     ... what `blocks.py` generates from bench/results/all_reduce.json ...

@@ -1,4 +1,4 @@
-"""Defines the blocks of docs/observe.md: how often faults are diagnosed correctly, and how often falsely."""
+"""Defines the blocks of docs/observe.md: the numbers of correct diagnoses and of false diagnoses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def faults(results: Results) -> str:
 
 
 def _counts(rows: Sequence[Row], has_times: bool = True) -> list[object]:
-    """Returns cells that sum up rows: correct runs on one host and on two, times until the verdict, torch's results."""
+    """Returns cells that summarize rows: correct runs on one and two hosts, times until the verdict, and for torch."""
     by_hosts = [[row for row in rows if row["hosts"] == hosts] for hosts in (1, 2)]
     torch = [row for row in rows if row.get("torch names the rank") is not None]
     times = [row for row in rows if has_times and row.get("median s") is not None]

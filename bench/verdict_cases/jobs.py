@@ -61,8 +61,8 @@ def _wait(
 ) -> Said:
     """Waits for a sufficient sentence or for the exit of the launchers, and then stops them.
 
-    In a `room` (a cgroup) with little memory, the fault is the moment at which the kernel kills a process, however long
-    it took to fill the memory.
+    In a `room` (a cgroup) with little memory, the fault occurs when the kernel kills a process, however long it took to
+    fill the memory.
     """
     deadline_s, after_s = time.monotonic() + LIMIT_S, None
     while after_s is None and time.monotonic() < deadline_s:

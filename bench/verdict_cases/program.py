@@ -1,7 +1,7 @@
 """A training loop with one fault: `program.py LIBRARY FAULT DIRECTORY`, where LIBRARY is `paceline` or `torch`.
 
-The fault occurs on the last rank in step 30, which writes the time to DIRECTORY/fault just before. If memory runs out,
-the fault is the moment at which the kernel kills the rank, which only other processes can observe.
+The fault occurs on the last rank in step 30. Just before, the rank writes the time to DIRECTORY/fault. If memory runs
+out, the fault occurs when the kernel kills the rank, so only other processes can observe the time.
 """
 
 from __future__ import annotations

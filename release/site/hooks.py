@@ -141,7 +141,7 @@ def keep(path: str, files: Files, config: MkDocsConfig) -> None:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Adds the files that only Chinese pages link to, to the English site, which was built before."""
+    """Copies files that only the Chinese pages link to into the English site, which was built before."""
     for path in sorted(_kept_by_the_other):
         target = Path(config.site_dir).parent / FILES / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def on_page_context(context: Any, page: Page, config: MkDocsConfig, nav: Any) -> Any:
-    """Adds the language switch to each page. MkDocs does not change addresses with a scheme."""
+    """Adds the language switch to each page. Its links have a scheme, because MkDocs does not change such links."""
     config.extra["alternate"] = [{"name": NAMES[each], "link": f"{SWITCH}{each}", "lang": each} for each in NAMES]
     return context
 

@@ -92,7 +92,7 @@ def _names_of(node: ast.stmt) -> list[str]:
 
 
 def find(module: str, name: str) -> tuple[str, Definition] | None:
-    """Returns the module and the statement that define a name, which the given module may merely import."""
+    """Returns the module and the statement that define a name, following the imports of the given module."""
     found = None
     for node in _statements(tree_of(module).body):
         if name in _names_of(node):
@@ -128,7 +128,7 @@ def names_in(module: str) -> list[str]:
 
 
 def described(module: str, name: str) -> list[str]:
-    """Returns the lines for a name: its signature, and for a class those of its public members."""
+    """Returns the lines for a name: its signature and, for a class, the signatures of its public members."""
     found = find(module, name)
     if found is None:
         return [name]

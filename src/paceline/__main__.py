@@ -1,4 +1,4 @@
-"""Program `python -m paceline`, and entry point of the command `paceline`."""
+"""The program `python -m paceline`, and the entry point of the command `paceline`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from paceline.linux import die_on_interrupt
 def main() -> int:
     """Runs the command line of this process; returns its exit code.
 
-    Ctrl-C kills the process until the command handles the signal. A job's launcher does so before it starts anything.
+    Until the command handles SIGINT, Ctrl-C kills the process. A launcher handles SIGINT before it starts other
+    processes.
     """
     die_on_interrupt()
     from paceline.cli.main import main as run_command_line

@@ -104,7 +104,7 @@ class PacelineError(_Base):
 
 
 class _TimedOut(PacelineError):
-    """Error whose message contains the words by which programs recognize torch's timeouts."""
+    """Base of timeout errors. The message contains the words by which programs recognize torch's timeouts."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message if "timed out" in message else f"timed out: {message}")
@@ -196,7 +196,7 @@ class PeerLostError(CollectiveError):
 class GroupAbortedError(CollectiveError):
     """A rank called `abort` on the group, which aborted the calls on all ranks of the group.
 
-    Attributes: `rank`, the rank in the default group of the process that aborted the group.
+    Attributes: `rank`, the default-group rank of the process that called `abort`.
     """
 
     def __init__(self, message: str, *, rank: int) -> None:

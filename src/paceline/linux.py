@@ -1,7 +1,7 @@
 """Linux system calls that some builds of Python lack, and helpers for process death and file descriptors.
 
-Python's own function is used if it exists; the builds from conda and uv target older systems and lack some functions.
-Except for `_STDIN_CALLS`, the system call numbers used here are the same on every architecture.
+Python's own function is used if it exists. The builds from conda and uv lack some functions, because they target older
+systems. Except for `_STDIN_CALLS`, the system call numbers used here are the same on every architecture.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _STDIN_CALLS = {"x86_64": (0, 23, 270), "aarch64": (63, 72)}  # the numbers of r
 _PR_SET_PDEATHSIG = 1
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN, _PIDFD_GETFD = 424, 434, 438
 
-# Opened at import, because loading takes locks that another thread may hold while a child is forked; the child would
-# then wait forever.
+# The library is opened at import, because opening it takes locks. If another thread held one during a fork, the child
+# would wait forever.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -62,7 +62,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_on_interrupt() -> None:
-    """Makes Ctrl-C kill this process instead of raising KeyboardInterrupt, unless the parent has it ignored.
+    """Makes Ctrl-C kill this process instead of raising KeyboardInterrupt, unless SIGINT is ignored or has a handler.
 
     CPython discards an exception that is raised in the callbacks of its import locks, so a process that is importing
     modules would miss the signal.
@@ -124,7 +124,7 @@ def pidfd_getfd(pidfd: int, descriptor: int) -> int:
 
     Args:
         pidfd: a descriptor of the other process.
-        descriptor: the number of its descriptor there.
+        descriptor: the number of the descriptor in the other process.
 
     Raises:
         OSError: the kernel does not permit this process to access the other one.
@@ -167,5 +167,5 @@ def waits_for_stdin(pid: int, root: str = "/proc") -> bool:
     read, *selects = _STDIN_CALLS.get(os.uname().machine, (-1,))
     if len(words) < 2 or not words[0].isdecimal():  # the process is running, or in no system call
         return False
-    # A line editor selects among the descriptors below its first argument, 1.
+    # A line editor calls select or pselect6 with a first argument of 1, so it waits for descriptor 0 only.
     return (int(words[0]), int(words[1], 16)) in [(read, 0), *((select, 1) for select in selects)]

@@ -267,7 +267,7 @@ def _refresh_interval(text: str) -> float:
 
 
 class VersionAction(argparse.Action):
-    """An argparse action that prints version information and exits. The text is computed only on use."""
+    """An argparse action that prints version information and exits. The text is computed only when it is printed."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -459,7 +459,7 @@ def parser(environment: Mapping[str, str] = os.environ, used: str | None = None)
 
 
 def _mistaken_command(words: Sequence[str]) -> str | None:
-    """Returns an error message with a suggestion if the first word is not a known command, or None."""
+    """Returns an error message with a suggestion if the first word is not a known command, otherwise None."""
     import shlex
     from difflib import get_close_matches
 

@@ -36,7 +36,7 @@ _WORKER = "paceline.operate.plan.measure_worker"
 
 
 def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for drawings, which also use `--links`, `--per-node` and `--output`."""
+    """Adds the flags for drawings. Drawings also use `--links`, `--per-node` and `--output`."""
     drawing = parser.add_argument_group("drawing")
     drawing.add_argument("--draw", metavar="ALGORITHM", help="draw an algorithm's messages over time, as an SVG")
     drawing.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks in the drawing (default: 8)")

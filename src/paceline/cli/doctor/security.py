@@ -103,9 +103,9 @@ def _listeners() -> list[Diagnostic]:
 def processes_of_jobs() -> list[int]:
     """Returns the process ids of the current user's jobs.
 
-    They are the processes that have loaded Paceline's core (launchers, ranks and their forks) or were started with the
-    mark of a job in their environment (other programs that a rank started). A program that a rank started without this
-    mark, and that does not import Paceline, is not found.
+    These are the processes that have loaded Paceline's core (launchers, ranks and their forks) and the processes with a
+    job's mark in their environment (other programs started by a rank). A program without the mark is not found unless
+    it imports Paceline.
     """
     return sorted({*marked(""), *_with_core()})
 

@@ -116,7 +116,7 @@ def lines_of(picture: Picture, width: int, height: int, is_colored: bool) -> lis
 
 
 def sentence_of(words: str) -> str:
-    """Capitalizes the words and ends them with a period."""
+    """Returns the words as a sentence, with a capital letter and a period."""
     return f"{words[:1].upper()}{words[1:]}."
 
 

@@ -1,8 +1,8 @@
 """Horovod's PyTorch interface, implemented with Paceline: `import paceline.horovod as hvd`.
 
 `call_queue.py` executes the calls from `collectives.py` and `uneven_collectives.py` and checks that they match between
-ranks. `stand_in/` contains the package `horovod`, with Horovod's module names, that `paceline run --compat horovod`
-adds to the import path. docs/migrating.md lists the differences from Horovod.
+ranks. `stand_in/` contains a package `horovod` with Horovod's module names; `paceline run --compat horovod` adds it to
+the import path. docs/migrating.md lists the differences from Horovod.
 
 May use: `group`, `functional`, `ddp`, and `launch` for `run`. Start reading at `basics.py` and `collectives.py`.
 """

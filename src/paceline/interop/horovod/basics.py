@@ -107,7 +107,7 @@ def is_homogeneous() -> bool:
 
 
 def _of_launcher(variable: str, otherwise: int) -> int:
-    """Returns the launcher's variable, or `otherwise` if it is not set or belongs to an outer job."""
+    """Returns the value of the launcher's variable, or `otherwise` if it is not set or belongs to an outer job."""
     is_of_this_job = os.environ.get("WORLD_SIZE") == str(size()) and os.environ.get("RANK") == str(rank())
     return int(os.environ[variable]) if is_of_this_job and variable in os.environ else otherwise
 
@@ -291,7 +291,7 @@ def run(
         )
     with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
         spawn(_call, (directory, func, tuple(args), dict(kwargs or {})), nprocs=np)
-        # Unpickling is safe: only the processes started above write to this directory.
+        # Unpickling is safe, because only the processes started above write to this directory.
         return [pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(np)]
 
 

@@ -155,7 +155,8 @@ class CallQueue:
     """Executes this rank's calls on one process set.
 
     Args:
-        group: A group that contains the set's ranks, for exclusive use by this queue. `close` does not destroy it.
+        group: A group that contains the set's ranks, for exclusive use by this queue. `close` does not destroy the
+            group.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -356,7 +357,8 @@ class CallQueue:
             return request.is_awaited or any(waiting.is_awaited for waiting in self._waiting)
 
     def _make_barrier_before(self, request: CallRequest[Result]) -> None:
-        """Executes the barrier that other ranks are waiting for, unless the program here is waiting for `request`."""
+        """Executes the barrier that other ranks are waiting for, unless this rank's program is waiting for
+        `request`."""
         limit_s = to_seconds(self.group.timeout)
         with self._condition:
             is_decided = self._condition.wait_for(

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`, which reduces gradients during backward in buckets. All ranks use the same bucket order."""
+"""`DistributedOptimizer`, which reduces gradients in buckets during backward, in the same order on all ranks."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def _scatter_request(
 
 
 def _share(whole: torch.Tensor, how: ScaledReduction, group: ProcessGroup) -> torch.Tensor:
-    """Reduces `whole` and returns this rank's rows. May overwrite `whole`. The first ranks may receive one more row."""
+    """Reduces `whole` and returns this rank's rows; may overwrite `whole`. The first ranks may have one extra row."""
     rows, more = divmod(len(whole), group.size())
     if more == 0:
         share = whole.new_empty((rows, *whole.shape[1:]))

@@ -18,7 +18,7 @@ _DEFAULT_BACKEND = "get_default_backend_for_device"
 
 
 class MixedBackendsError(ValueError):
-    """Raised for a combination of backends, which the plug-in supports only with some releases of PyTorch."""
+    """Raised for a combination of backends. The plug-in supports combinations only with some releases of PyTorch."""
 
 
 def replace_gloo(node: cst.CSTNode, way: MigrationMode) -> dict[cst.CSTNode, cst.BaseExpression]:
@@ -83,7 +83,7 @@ class _Values(cst.CSTVisitor):
         self.has_gloo = self.shows_values = False
 
     def has_work(self) -> bool:
-        """Returns True if the file may contain replacements; visiting a file takes as long as parsing it."""
+        """Returns True if the file may contain replacements. Other files are not visited, which would be slow."""
         return bool(self._names or self._queries)
 
     def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
@@ -179,7 +179,7 @@ class CallRemarks:
 
 
 def advice_for_call(name: str) -> str | None:
-    """Returns advice for a function from another library that creates a group; None for other functions."""
+    """Returns advice if the function is from another library and creates a group, otherwise None."""
     return _REPORTED.get(name)
 
 
@@ -276,7 +276,8 @@ def _name_the_backend(reading: PythonSource, use: NameUse, call: cst.Call, edits
 
 
 def _keep_torchs_order(call: cst.Call, edits: Edits) -> None:
-    """Adds `sort_ranks=True` to a call of `new_group` unless its ranks are already sorted; torch always sorts them."""
+    """Adds `sort_ranks=True` to calls of `new_group` whose ranks may be unsorted, because torch always sorts the
+    ranks."""
     ranks = _argument(call, "ranks", 0)
     if ranks is None or _is_given(call, "sort_ranks", 7) or any(arg.star for arg in call.args) or _is_sorted(ranks):
         return

@@ -142,8 +142,8 @@ def _readings(
     """Parses the Python files that may need migration.
 
     Returns:
-        The parsed files; the line and the library of each other file that uses a library that uses torch's default
-        group; and the files with syntax errors.
+        The parsed files; the line and the name of the first library with torch's default group in each other file; and
+        the files with syntax errors.
     """
     if not texts:
         return {}, {}, []
@@ -200,7 +200,7 @@ def _choice(
 
 
 def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) -> Iterator[Path]:
-    """Yields modules that the files import from their own directories, except the files themselves."""
+    """Yields the modules that the files import from their own directories, unless the modules are among the files."""
     from paceline.interop.migrate.python_files import imports_of
 
     known = {path.resolve() for path in texts}
@@ -219,7 +219,7 @@ def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) 
 
 
 def _names_in(folder: Path, known: set[Path]) -> set[str]:
-    """Returns the top-level names of modules in a directory that can be imported, except `known`."""
+    """Returns the names of the importable top-level modules in a directory, except `known`."""
     return {
         entry.stem if entry.suffix == ".py" else entry.name
         for entry in folder.iterdir()

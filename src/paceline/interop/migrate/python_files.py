@@ -55,7 +55,7 @@ class FileSummary:
     Attributes:
         needs_migration: True if the file may have to be rewritten. The check ignores scopes, so it may be True for a
             file that needs no migration. It is also True for files that this version of Python cannot parse.
-        group_user: The first library in the file that uses torch's default group, after its line. None if none does.
+        group_user: The line and the library of the first use of torch's default group by a library, or None.
     """
 
     needs_migration: bool
@@ -128,7 +128,7 @@ def choose_mode(readings: Mapping[str, PythonSource], group_users: Mapping[str, 
 
     Args:
         readings: The parsed files, by file name.
-        group_users: The other files that use such a library, with the line and the library.
+        group_users: For each other file that uses such a library, the line and the library.
     """
     reasons = {file: f"{file}:{line} uses {library}, {_USES_GROUPS}" for file, (line, library) in group_users.items()}
     reasons |= {file: reason for file, reading in readings.items() if (reason := _reason_for_plugin(file, reading))}
@@ -211,7 +211,7 @@ def _import_place(reading: PythonSource, imported: ImportedName, table: _NameTab
 
 
 def _rewrite_use(use: NameUse, table: _NameTable, edits: Edits) -> str | None:
-    """Rewrites a dotted name unless rewriting its import suffices. Returns a reason if it requires manual changes."""
+    """Rewrites a dotted name unless a new import suffices. Returns a reason if the name requires manual changes."""
     new, root = table.new(use.name), None if use.root is None else table.new(use.root)
     if new is None and root is not None and not is_in(use.name, "horovod"):
         edits.expressions[use.node] = expression(use.name)  # the migrated import binds the first word to Paceline

@@ -227,7 +227,7 @@ class _Collector(cst.CSTVisitor):
             self._no_uses.add(node)
 
     def leave_Module(self, original_node: cst.Module) -> None:  # noqa: N802
-        """Adds the names that refer to imports, all of which are known now."""
+        """Adds the uses of imported names. At the end of the module, all imports are known."""
         statements: dict[str, list[cst.Import | cst.ImportFrom]] = {}
         for imported in self.found.imports:
             of_name = statements.setdefault(imported.local.partition(".")[0], [])

@@ -46,7 +46,7 @@ def register() -> None:
     except Exception as error:
         import logging
 
-        # Uses logging: a filter could turn a Python warning into an error, which would break `import torch`.
+        # Uses logging, because a filter could turn a Python warning into an error and break `import torch`.
         logging.getLogger(__name__).warning(
             "the backend 'paceline' could not be registered with torch.distributed: %r", error
         )

@@ -1,8 +1,8 @@
 """Group creation for torch.distributed, and `DeviceBackend` for combinations such as "cpu:paceline,cuda:nccl".
 
 If a backend is itself a process group, PyTorch uses it as the entire group. For a combination of backends, the Paceline
-group is therefore wrapped in a subclass of PyTorch's class `Backend`, which Python code can subclass in PyTorch 2.14
-and later.
+group is therefore wrapped in a subclass of PyTorch's class `Backend`. Python code can subclass `Backend` in PyTorch
+2.14 and later.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
 class AbortHooks:
-    """User functions that run once before a failed group is aborted. Concurrent callers wait until they have run."""
+    """User functions that run once before a failed group is aborted. Concurrent callers wait until the hooks have
+    run."""
 
     def __init__(self) -> None:
         self._hooks: dict[int, Callable[[], None]] = {}
@@ -145,7 +146,7 @@ class ReconfigureHandle:
 
 
 def in_rank_order(handles: AbstractSet[str] | list[str]) -> list[ReconfigureHandle]:
-    """Returns the handles in the order of the new ranks: a list keeps its order, a set is sorted by former rank.
+    """Returns the handles in the order of the new ranks. A list keeps its order, and a set is sorted by former rank.
 
     Raises:
         ValueError: there are no handles, a handle occurs twice, or a handle is from another backend.
@@ -175,8 +176,8 @@ def _can_replace_shrink_group() -> bool:
 def _replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
     """Makes `shrink_group` return groups of class `kind` unchanged. Other groups are not affected.
 
-    It wraps the new backend in a process group, which accepts only instances of the C++ class `Backend`, and a Paceline
-    group is itself a process group.
+    `shrink_group` wraps the new backend in a process group. That accepts only instances of the C++ class `Backend`, and
+    a Paceline group is a process group instead.
     """
     make = getattr(distributed_c10d, _SHRINK_FACTORY)
     if getattr(make, "kind", None) is kind:
@@ -186,7 +187,8 @@ def _replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
         if not isinstance(new_backend, kind):
             return make(new_backend, ranks, metadata, is_default_group)
         former = metadata["original_group_name"]
-        # PyTorch restarts its group numbers afterward; in the old store, new groups would find keys of earlier groups.
+        # PyTorch restarts its group numbers afterward, so new groups would find keys of earlier groups in the old
+        # store.
         metadata["store"] = new_backend.get_group_store()
         new_backend._set_group_name(metadata["new_group_name"])
         new_backend._set_group_desc("default:shrunken" if is_default_group else f"{former}:shrunk")
@@ -239,7 +241,8 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return f"<paceline process group {self._name or 'default'}, rank {self._rank} of {self._size}>"
 
     def getBackendName(self) -> str:
-        """Returns the name for torch's C++ code, never "gloo": torch would cast such a group to its own class."""
+        """Returns the name for torch's C++ code. It is never "gloo", because torch would cast the group to its own
+        class."""
         return "paceline"
 
     def name(self) -> str:
@@ -498,7 +501,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         *,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Sends one tensor from each rank to each rank."""
+        """Sends one tensor from every rank to every rank."""
         return self._finish(
             opts, timeout, output_tensors, lambda a, t: self._group.all_to_all(output_tensors, input_tensors, a, t)
         )

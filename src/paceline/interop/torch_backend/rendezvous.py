@@ -170,8 +170,8 @@ class GroupRendezvous:
         timeout: The timeout for calls on the group.
         named: The rank of each member in torch's default group, used in error messages.
         name: The group's name, used in error messages and to identify the group in recordings.
-        occasion: A text that distinguishes the group from other groups with its name and members; the same on all
-            members.
+        occasion: A text that distinguishes the group from other groups with the same name and members. It is the same
+            on all members.
     """
 
     store: Any

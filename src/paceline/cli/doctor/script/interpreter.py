@@ -57,8 +57,7 @@ class RankInterpreter:
         tree: The syntax tree of the script.
         identity: The simulated rank.
         module_name: The value of `__name__`, which is `__main__` unless the script is imported.
-        has_init: Whether the script itself initializes the communication. If not, it is assumed to be initialized
-            elsewhere.
+        has_init: Whether the script itself initializes communication. If not, other code is assumed to initialize it.
     """
 
     def __init__(self, tree: ast.Module, identity: SimulatedRank, module_name: str = "__main__", has_init: bool = True):
@@ -193,7 +192,7 @@ class RankInterpreter:
         return flow
 
     def _statement(self, node: ast.stmt) -> tuple[Flow, PathCondition | None]:
-        """Interprets a statement; returns the ways to leave it, and the condition for reaching the next one."""
+        """Interprets a statement; returns the ways to leave it, and the condition for reaching the next statement."""
         match node:
             case ast.If():
                 test = self.evaluate(node.test)
@@ -278,7 +277,8 @@ class RankInterpreter:
     ) -> tuple[Flow, PathCondition | None]:
         """Interprets one branch if the result of the test is known, otherwise both; merges the assignments.
 
-        Returns the ways to leave the branches. If only one of two branches continues, also returns its condition.
+        Returns the ways to leave the branches. If only one of two branches continues, also returns the condition of
+        that branch.
         """
         truth = test.truth()
         if truth is not None:
@@ -324,7 +324,8 @@ class RankInterpreter:
         return (flow - {"break", "continue"}) | {"next"}
 
     def _items(self, iterable: AbstractValue, body: Sequence[ast.stmt]) -> list[AbstractValue]:
-        """Returns the values of a loop variable: all if their number depends on the ranks, otherwise a single one."""
+        """Returns the values of a loop variable: all values if their number depends on the ranks, otherwise one
+        value."""
         if iterable.is_known and isinstance(iterable.constant, range):
             if library_call.starts_processes(body):
                 self.process_count = len(iterable.constant) if not iterable.facts else None
@@ -450,7 +451,7 @@ class RankInterpreter:
         if callee.alternatives:
             results: list[AbstractValue] = []
             for each in callee.alternatives:
-                # which alternative is called does not depend on what the alternatives contain
+                # the choice of the alternative does not depend on the contents of the alternatives
                 condition = PathCondition(node, callee.text, True, frozenset(), False)
                 self._arm(condition, _append(results, partial(self.call, each, arguments, keywords, node)))
             return either(results) if results else AbstractValue(callee.text)

@@ -61,7 +61,7 @@ def collectives(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def _ends_early(node: ast.AST) -> bool:
-    """Returns True if a test only decides whether a loop or function is left early. (Another rule covers these.)"""
+    """Returns True if a test only decides whether a loop or function ends early. (Another rule covers such tests.)"""
     ends = (ast.Break, ast.Continue, ast.Return, ast.Raise)
     return any(isinstance(each, ends) for each in ast.walk(node))
 

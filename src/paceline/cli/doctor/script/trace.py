@@ -148,7 +148,7 @@ class JobTrace:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the script communicates (rather than training in a single process)."""
+        """Whether the script uses communication between ranks, rather than training in a single process."""
         kinds: tuple[EventKind, ...] = ("init", "collective", "message", "wrap", "query")
         return any(event.phase == self.phase for trace in self.traces for event in trace.of(*kinds))
 

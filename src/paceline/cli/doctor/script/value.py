@@ -1,4 +1,4 @@
-"""Abstract values: static information about an object that one rank computes; their operators."""
+"""Abstract values, which contain static information about the objects of one rank, and their operators."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class AbstractValue:
 
     @property
     def is_object(self) -> bool:
-        """Whether the value, judging by the name, was returned by a class and is therefore not None."""
+        """Whether the value's name suggests that a class returned the value, which is therefore not None."""
         return self.called_name[:1].isupper()
 
     def is_none(self) -> bool | None:
@@ -221,12 +221,12 @@ def known(value: object, facts: frozenset[Fact] = frozenset()) -> AbstractValue:
 
 
 def shortened(text: str) -> str:
-    """Shortens a text to a bounded length, such that different texts remain different."""
+    """Shortens a text to a bounded length so that different texts remain different."""
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 24]}...{hash(text)}"
 
 
 def inherited_facts(values: Iterable[AbstractValue]) -> frozenset[Fact]:
-    """Returns the properties that a derived value inherits from the values."""
+    """Returns the properties that a value inherits if it is derived from these values."""
     return frozenset().union(*(value.inherited() for value in values))
 
 
@@ -318,7 +318,8 @@ _MISSING = AbstractValue("missing")
 class AssignmentLog:
     """Records assignments to variables and attributes, so that each branch of a test starts with the same values.
 
-    `begin` is called before a branch and `undo` after it. `merge` then assigns the values of all branches.
+    `begin` is called before a branch and `undo` after it. `merge` then assigns to each variable the alternatives from
+    all branches.
     """
 
     def __init__(self) -> None:

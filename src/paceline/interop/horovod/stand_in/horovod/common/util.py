@@ -50,7 +50,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[Entry], n: int) -> list[Sequence[Entry]]:  # noqa: E741  # Horovod's name
-    """Divides a list into `n` pieces of equal length; if impossible, the first pieces have one more entry."""
+    """Divides a list into `n` pieces of equal length. If this is impossible, the first pieces have one more entry."""
     share, more = divmod(len(l), n)
     starts = [at * share + min(at, more) for at in range(n + 1)]
     return [l[start:stop] for start, stop in pairwise(starts)]
