@@ -163,7 +163,7 @@ def save_main(rank: int, gigabytes: float, rounds: int, steps: int, where: str, 
                 os.sync()
     rows = []
     for name, all_turns in measured.items():
-        turns = all_turns[1:]  # the first one allocates memory
+        turns = all_turns[1:]  # the first turn allocates memory
         lost = [each.lost for each in turns]
         row: dict[str, object] = {"": name, "step s": statistics.median(each.step for each in turns)}
         row |= {"lost s": statistics.median(lost), "least": min(lost), "most": max(lost)}

@@ -63,7 +63,7 @@ def job(by: str, program: str, ranks: int) -> dict[str, Any]:
     )
     if done.returncode != 0 or (TOLD in done.stderr) != (by == OURS):
         raise SystemExit(f"{program} by {by} ended with code {done.returncode}:\n{done.stdout}{done.stderr}")
-    (told,) = (line[line.index("{") :] for line in done.stdout.splitlines() if "{" in line)  # may have a rank before it
+    (told,) = (line[line.index("{") :] for line in done.stdout.splitlines() if "{" in line)  # after a rank, if any
     return json.loads(told)
 
 

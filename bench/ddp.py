@@ -84,7 +84,7 @@ def private_bytes() -> int:
 
 
 def stepper(model: torch.nn.Module, x: torch.Tensor, before: Callable[[], object] = int) -> Callable[[], None]:
-    """Returns a step that calls `before` between the backward pass and the optimizer step."""
+    """Returns a function that runs one step and calls `before` between the backward pass and the optimizer step."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
 
     def step() -> None:

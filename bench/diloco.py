@@ -35,7 +35,7 @@ TURN = 50  # steps
 PAUSE_S = 0.5  # pending exchanges complete before each turn
 STEPS_OF_DDP_ON_A_SLOW_LINE = 12
 METHODS = ("alone", "DDP", "DiLoCo", "local SGD")
-BEST_LR = {"alone": 4e-3, "DDP": 5e-3, "DiLoCo": 5e-3, "local SGD": 5e-3}  # of the rates that were tried
+BEST_LR = {"alone": 4e-3, "DDP": 5e-3, "DiLoCo": 5e-3, "local SGD": 5e-3}  # the best of the rates that were tried
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,22 @@
 
     python bench/elastic.py [--cases death peers overhead shards join frozen ...] [--kills 200] [--json FILE]
 
-- death: a random worker is killed with SIGKILL at random instants. `pause` is the longest time between two steps of
-  each survivor until the replacement is in the view, minus the median step; `back` is the time until the first commit
-  of a step that had not been committed before. Lost steps and samples are counted, and the digest is compared with that
-  of a run in one process.
+- death: random workers are killed with SIGKILL at random instants. For each survivor, `pause` is the longest time
+  between two steps until the replacement is in the view, minus the median step; `back` is the time until the first
+  commit of a step that had not been committed before. Lost steps and samples are counted, and the digest is compared
+  with that of a run in one process.
 - peers: the same with torchft (needs --torchft) and with torchrun, gloo and checkpoints. Jobs of the systems alternate.
 - overhead: the training loop with shards in an elastic job against the same loop in a job that is not elastic,
   alternating.
-- shards: the loop with as many shards as workers against DistributedDataParallel on the same samples. In both cases a
-  third loop trains the bare model with a barrier after the backward pass ("barrier").
+- shards: the loop with as many shards as workers against DistributedDataParallel on the same samples. `overhead` and
+  `shards` also have a third loop, which trains the bare model with a barrier after the backward pass ("barrier").
 - join: the time until a replacement is in the view, the other workers' pause at that moment, their longest earlier
   pause (while senders fork and the replacement receives the state), and the slowdown of their earlier steps. Measured
   for both loops, for states of several sizes, on one machine and on two (network namespaces at 1 Gbit/s, as root). As a
   lower bound for the slowdown, the same loop also runs beside an unrelated process that uses as much of a core as the
   replacements did.
-- frozen: one worker is stopped (SIGSTOP), and in another job one is 10 times slower than the others.
-- speeds: workers with the speeds 1, 1, 1/2, 1/2 against the sum of their speeds.
+- frozen: one worker is stopped (SIGSTOP). In another job, one worker is 10 times slower than the other workers.
+- speeds: the speed of a job with workers of the speeds 1, 1, 1/2 and 1/2, compared with the sum of these speeds.
 - partition: five machines are partitioned into three and two (as root).
 - coordinator: the launcher that coordinates three machines is killed, or a connection to it is reset (as root).
 - thin: two machines connected at 10 Mbit/s (as root).
@@ -55,7 +55,7 @@ CASES: dict[str, Callable[[Options], tuple[str, Rows]]] = {
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that started processes are ended
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES))
     arguments.add_argument("--kills", type=int, default=200, help="in `death`; a tenth of it in each row of the others")

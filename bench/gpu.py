@@ -45,7 +45,7 @@ OK, FAILED, TIMEOUT, LEFT_OUT = "ok", "failed", "timeout", "left out"
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Failed|Exit|Timeout\w*)\b.*", re.MULTILINE)
 _SUITE_SHARE = 0.25  # share of the budget that is reserved for tests/gpu
 _TRAINING_ROUNDS = 20
-ALONE = ("failures", "speed")  # sections whose measured times concurrent steps would distort
+ALONE = ("failures", "speed")  # sections with measured times, which would be distorted by concurrent steps
 
 
 @dataclass
@@ -154,7 +154,7 @@ def logged(path: str | None) -> Iterator[None]:
 
 
 def first_line(text: str) -> str:
-    """Returns the line of a traceback that contains the exception, or else the first line."""
+    """Returns the line with the exception from a traceback, or the first line if there is no such line."""
     found = next((each for each in _EXCEPTION.finditer(text) if "RankFailed: " not in each[0]), None)
     line = found[0] if found else text.strip().split("\n")[0]
     rank = re.search(r"^(?:world.RankFailed: )?(rank \d+) ", text)

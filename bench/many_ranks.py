@@ -99,7 +99,7 @@ def rank_program(rank: int, size: int, port: int) -> list[float]:
 
 
 def fork_rank(program: Callable[[], list[float]], is_to_die: bool) -> tuple[int, int]:
-    """Returns the process and the end of a pipe from which its results can be read."""
+    """Forks a rank; returns its process and the pipe from which the rank's results can be read."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:

@@ -140,7 +140,7 @@ def run(ranks: int, options: dict[str, object], library: Library | None) -> list
 
 
 def run_beside(ranks: int, options: dict[str, object], library: Library | None) -> list:
-    """Runs the calls in a library's processes, without its persistent calls if it crashes in them."""
+    """Runs the calls in a library's processes; omits the library's persistent calls if the library crashes in them."""
     try:
         return run(ranks, options, library)
     except subprocess.CalledProcessError:

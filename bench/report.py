@@ -133,7 +133,7 @@ def p95(values: Sequence[float]) -> float:
 
 
 def p5(values: Sequence[float]) -> float:
-    """Returns the 5th percentile, for rates, where the lowest values are the worst."""
+    """Returns the 5th percentile. It is used for rates, because their lowest values are the worst."""
     return -p95([-value for value in values])
 
 

@@ -26,7 +26,7 @@ MODELS = ["transformer", "wide MLP"]
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
-    """Returns the parameters, and the flat tensors that the optimizer updates in place of individual parameters."""
+    """Returns the parameters, and the flat tensors that the optimizer updates instead of individual parameters."""
     runs = [] if optimizer is None else list(optimizer.state)
     return list({id(each): each for each in (*model.parameters(), *runs)}.values())
 

@@ -1,8 +1,8 @@
 """Trains on handwritten digits. When restarted, resumes from the newest checkpoint, on any number of ranks.
 
 paceline run --nproc-per-node 2 examples/checkpoints.py --steps 200     (stop it with Ctrl-C, kill it, or let it finish)
-paceline run --nproc-per-node 3 examples/checkpoints.py --steps 400     (resumes where the first run stopped) paceline
-checkpoint inspect build/digits-checkpoints
+paceline run --nproc-per-node 3 examples/checkpoints.py --steps 400     (resumes where the first run stopped)
+paceline checkpoint inspect build/digits-checkpoints
 
 A checkpoint appears only when it is complete, so a restart always finds a complete one, however the run was killed.
 """

@@ -12,7 +12,7 @@ from elastic_cases import timeline
 from elastic_cases.jobs import Job
 
 _POLL_S = 0.02
-_LAST_PART = 0.85  # steps at the end without kills: a replacement would not join before the job completes
+_LAST_PART = 0.85  # no kills after this share of the steps: a replacement would join too late
 _DEADLINE_S = 600.0
 
 

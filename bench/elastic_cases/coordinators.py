@@ -1,4 +1,4 @@
-"""Measures the pause of a job on several machines after it loses the coordinating launcher or the connection to it."""
+"""Measures the pause of jobs on several machines that lose the coordinating launcher or the connection to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kills workers with SIGKILL at random instants, and measures how long the others pause and what is lost."""
+"""Kills workers with SIGKILL at random instants; measures the pauses of the other workers and the lost samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_cases.jobs import Job
 from elastic_cases.options import Options, Rows
 from elastic_cases.pauses import Figures, distribution
 
-_RESTARTS = 1_000_000  # for torchrun: unlimited
+_RESTARTS = 1_000_000  # in effect, no limit on torchrun's restarts
 
 
 class Contestant:

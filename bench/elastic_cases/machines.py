@@ -33,7 +33,7 @@ def elastic(
             enter(host)
             return popen(words, output, environment)
 
-        with ThreadPoolExecutor(1) as thread:  # which enters the host, and not the benchmark
+        with ThreadPoolExecutor(1) as thread:  # only this thread enters the host
             return thread.submit(inside).result()
 
     return Launched(*[[*launcher, *rendezvous, *program]] * len(network.hosts), start=start)

@@ -24,7 +24,7 @@ _ROUNDS = 3
 _BATCH = 512  # samples per shard, enough for the computation to dominate the fixed cost of a step
 _STEPS, _STEPS_ALONE = 80, 35  # the steps of a worker that trains alone take longer
 _SETTLING, _SETTLING_ALONE = 30, 5  # steps excluded at the start, until speeds are known or everything is loaded
-_PERIOD_US = 4_000  # one tick; a worker that has used up its share of a period does not respond until the next one
+_PERIOD_US = 4_000  # one tick; a worker that has used up its share of a period does not respond until the next period
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 

@@ -31,7 +31,7 @@ class Recorder:
             self._busy = None
 
     def given_up(self, step: int) -> None:
-        """Records that step number `step` was computed and did not change the parameters."""
+        """Records that step number `step` was computed but did not change the parameters."""
         os.write(self._file, _NOTE.pack(-step, time.monotonic_ns()))
 
 

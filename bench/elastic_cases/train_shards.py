@@ -1,4 +1,4 @@
-"""A worker of Paceline's elastic job; without a launcher, it is the undisturbed run in one process."""
+"""A worker of Paceline's elastic job. Without a launcher, this script is the undisturbed run in one process."""
 
 from __future__ import annotations
 

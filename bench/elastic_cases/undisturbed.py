@@ -22,7 +22,7 @@ _SETTLING_TURNS = 1
 
 
 def measure_overhead(options: Options) -> tuple[str, Rows]:
-    """Returns the table of the loop with shards in an elastic job and in one that is not elastic."""
+    """Returns the table of the loop with shards in an elastic job and in a job that is not elastic."""
     rows: Rows = []
     for model in options.models:
         times: dict[str, list[float]] = {"elastic": [], "plain": [], "barrier": []}
@@ -49,7 +49,7 @@ def _launch(job: str, model: str, directory: str, options: Options) -> Launched:
 
 
 def measure_shards(options: Options) -> tuple[str, Rows]:
-    """Returns the table of the loop with shards against DistributedDataParallel."""
+    """Returns the table that compares the loop with shards to the loop with DistributedDataParallel."""
     import paceline as dist
 
     with tempfile.TemporaryDirectory() as directory:

@@ -55,7 +55,7 @@ def killed(setting: Setting) -> dict[str, object]:
 
 
 def late(setting: Setting) -> dict[str, object]:
-    """Keeps the last rank out of a call with a timeout of 5 s; the error must identify it."""
+    """Keeps the last rank out of a call with a timeout of 5 s; the error must identify this rank."""
     with session(setting, theirs=False, timeout_s=60, ends=False) as here:
         tensor = _reduced(here)
         group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))

@@ -68,7 +68,7 @@ class Variant:
         compiles: True if the wrapped module is compiled.
         network: The arguments for `Network`.
         ddp: The arguments for both DistributedDataParallel classes.
-        hook: Paceline's and torch's communication hooks; torch's is None if it has no equivalent.
+        hook: Paceline's and torch's communication hooks. torch's hook is None if torch has no equivalent.
         tolerance: The relative tolerance for losses.
     """
 
@@ -174,7 +174,7 @@ def curve(here: Session, variant: Variant, model: nn.Module, device: torch.devic
 
 
 def whole_curve(here: Session, variant: Variant) -> list[float]:
-    """Trains one module on the batches of all ranks, as SyncBatchNorm does; returns the losses of this rank's rows."""
+    """Trains one module on the batches of all ranks, as with SyncBatchNorm; returns the losses of this rank's rows."""
     torch.manual_seed(0)
     module = Network(**variant.network)
     optimizer = torch.optim.SGD(module.parameters(), 0.05, momentum=0.9)

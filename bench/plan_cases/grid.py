@@ -150,7 +150,7 @@ def compared(band: Band, times_s: Sequence[float]) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """Returns percentiles of the errors: of the all-reduces, of the steps, and of each algorithm."""
+    """Returns percentiles of the errors of all all-reduces, of all steps, and of each algorithm."""
     kinds = {"all-reduces": "all_reduce", "steps": "step"}
     groups = {name: [row for row in rows if str(row["what"]).startswith(start)] for name, start in kinds.items()}
     for algorithm in dict.fromkeys(str(row["algorithm"]) for row in rows):

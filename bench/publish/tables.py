@@ -65,7 +65,7 @@ def pivot(
 
 
 def renamed(column: str, names: Mapping[str, str]) -> Callable[[Row], str]:
-    """Returns a function that formats a column: the name that `names` has for the value, or else the value itself."""
+    """Returns a function that formats a cell: the value's name in `names`, or the value itself if it has no name."""
     return lambda row: names.get(row[column], row[column])
 
 

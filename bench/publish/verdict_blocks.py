@@ -27,7 +27,7 @@ _FAULTS = {
 
 
 def faults(results: Results) -> str:
-    """Returns a line for each class of faults, and one for all together."""
+    """Returns a line for each class of faults, and a line for all classes together."""
     result = results["verdicts"]
     rows = result.rows("faults")
     heads = ["fault", "one host", "two hosts", "time to verdict: median", "maximum", "torch, one host"]

@@ -12,8 +12,9 @@ class Fault:
 
     Attributes:
         name: The program's argument that selects the fault.
-        right: A pattern of the right sentence; BAD is replaced by the rank.
-        torchs: A pattern of the right output of torch's analyzer, with the rank only, since it does not report causes.
+        right: A pattern that matches the right sentence; BAD is replaced by the rank.
+        torchs: A pattern that matches the right output of torch's analyzer. It contains only the rank, because the
+            analyzer does not report causes.
         hosts: The host counts with which the fault is tested, or () for all.
         at_the_end: True if the launcher reports the fault when the job ends instead of while it runs.
         is_alone: True if nothing else may run at the same time.

@@ -29,14 +29,14 @@ _EVERY_S = 0.01  # interval at which output and memory are checked; the resoluti
 
 @dataclass(frozen=True)
 class Said:
-    """The output of a job, and the seconds from the fault to the sufficient sentence, or None if there was none."""
+    """The output of a job, and the time in seconds from the fault to a sufficient sentence (None without one)."""
 
     text: str
     after_s: float | None
 
 
 def paceline(fault: str, ranks: int, hosts: int, stall_after_s: float, is_enough: Callable[[str], bool]) -> Said:
-    """Runs the program until it exits, or until the reported sentence is sufficient."""
+    """Runs the program until it exits, or until a reported sentence is sufficient."""
     flags = ["--no-pin", f"--stall-after={stall_after_s}", "--shutdown-timeout=1", f"--nproc-per-node={ranks // hosts}"]
     with tempfile.TemporaryDirectory(prefix="paceline-verdict-") as name:
         words = [*flags, "--log-dir", name, "--rdzv-id=job", PROGRAM, "paceline", fault, name]

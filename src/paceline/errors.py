@@ -123,7 +123,7 @@ class AuthenticationError(PacelineError):
 
 
 class RendezvousError(PacelineError):
-    """The rendezvous failed: a rank is missing, claimed twice, or was started with a different world size."""
+    """The rendezvous failed: a rank is missing, was claimed twice, or was started with a different world size."""
 
 
 class RendezvousTimeoutError(_TimedOut, RendezvousError, TimeoutError):
@@ -221,7 +221,7 @@ class CheckpointError(PacelineError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint is damaged: a file is missing, truncated, or does not contain the bytes that were written."""
+    """A checkpoint is damaged: a file is missing, is truncated, or does not contain the bytes that were written."""
 
 
 class WorkerError(PacelineError):

@@ -246,7 +246,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def open_global_process_set() -> None:
-    """Opens the global process set unless it is open. All ranks must call this."""
+    """Opens the global process set unless it is already open. All ranks must call this."""
     if global_process_set.is_of(default_group()):
         return
     close_process_sets()

@@ -357,8 +357,7 @@ class CallQueue:
             return request.is_awaited or any(waiting.is_awaited for waiting in self._waiting)
 
     def _make_barrier_before(self, request: CallRequest[Result]) -> None:
-        """Executes the barrier that other ranks are waiting for, unless this rank's program is waiting for
-        `request`."""
+        """Executes the barrier that other ranks wait for, unless this rank's program is waiting for `request`."""
         limit_s = to_seconds(self.group.timeout)
         with self._condition:
             is_decided = self._condition.wait_for(

@@ -83,7 +83,7 @@ class _Values(cst.CSTVisitor):
         self.has_gloo = self.shows_values = False
 
     def has_work(self) -> bool:
-        """Returns True if the file may contain replacements. Other files are not visited, which would be slow."""
+        """Returns True if the file may contain replacements. Otherwise, the file need not be visited, which is slow."""
         return bool(self._names or self._queries)
 
     def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
@@ -276,8 +276,7 @@ def _name_the_backend(reading: PythonSource, use: NameUse, call: cst.Call, edits
 
 
 def _keep_torchs_order(call: cst.Call, edits: Edits) -> None:
-    """Adds `sort_ranks=True` to calls of `new_group` whose ranks may be unsorted, because torch always sorts the
-    ranks."""
+    """Adds `sort_ranks=True` to a call of `new_group` with possibly unsorted ranks, because torch always sorts them."""
     ranks = _argument(call, "ranks", 0)
     if ranks is None or _is_given(call, "sort_ranks", 7) or any(arg.star for arg in call.args) or _is_sorted(ranks):
         return

@@ -62,8 +62,7 @@ Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
 class AbortHooks:
-    """User functions that run once before a failed group is aborted. Concurrent callers wait until the hooks have
-    run."""
+    """User functions that run once before a failed group is aborted. Concurrent callers wait for their completion."""
 
     def __init__(self) -> None:
         self._hooks: dict[int, Callable[[], None]] = {}
@@ -241,8 +240,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return f"<paceline process group {self._name or 'default'}, rank {self._rank} of {self._size}>"
 
     def getBackendName(self) -> str:
-        """Returns the name for torch's C++ code. It is never "gloo", because torch would cast the group to its own
-        class."""
+        """Returns the name for torch's C++ code. Never "gloo", because torch would cast the group to its own class."""
         return "paceline"
 
     def name(self) -> str:
@@ -347,7 +345,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     def shutdown(self) -> None:
         """Closes the group on this rank. Idempotent."""
         self._close(ClosedReason.DESTROYED)
-        vars(self).pop("_store", None)  # device meshes keep this object alive; the store's sockets must close
+        vars(self).pop("_store", None)  # device meshes keep this object alive, but the store's sockets must be closed
 
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
