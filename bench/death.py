@@ -166,7 +166,7 @@ def wait_for_the_late(victim: int, board_path: str) -> Raised | None:
 
 
 def gloo(board_path: str) -> Raised | None:
-    """The program of a rank that uses torch's gloo, whose errors do not identify the dead rank."""
+    """The program of a rank that uses torch's gloo. gloo's errors do not identify the dead rank."""
     import torch
     import torch.distributed as dist
 

@@ -4,12 +4,12 @@
     python bench/hosts.py --hosts 4 --rates 1gbit --delays 0 --algorithms ring hierarchical circulant
     python bench/hosts.py --hosts 2 --rates 1gbit --delays 0 --sizes 67108864 --wires bf16 int8 int4
 
-Hosts are network namespaces of this machine, joined by veth pairs whose rate `tc tbf` limits. A small bridge program
-from the tests adds the delays. It forwards about 8 Gbit/s, so delays are measured at 1gbit only. Paceline and gloo
-alternate in the same processes with one thread per rank, and a barrier precedes each turn. p50 and p95 are computed
-over the turns, n is the number of calls, and the ratio is the median of a contestant divided by Paceline's. "of line"
-is the throughput, 2 (n - 1) / n times the size of the tensor divided by the time, as a fraction of the line rate
-available for payload (95.6% with frames of 1500 bytes). `--algorithms` adds groups in which these algorithms are
+Hosts are network namespaces of this machine, joined by veth pairs with rates limited by `tc tbf`. A small bridge
+program from the tests adds the delays. It forwards about 8 Gbit/s, so delays are measured at 1gbit only. Paceline and
+gloo alternate in the same processes with one thread per rank, and a barrier precedes each turn. p50 and p95 are
+computed over the turns, n is the number of calls, and the ratio is the median of a contestant divided by Paceline's.
+"of line" is the throughput, 2 (n - 1) / n times the size of the tensor divided by the time, as a fraction of the line
+rate available for payload (95.6% with frames of 1500 bytes). `--algorithms` adds groups in which these algorithms are
 forced. `--wires` adds averages of normally distributed numbers that are rounded between hosts, with error feedback.
 """
 

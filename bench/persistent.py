@@ -4,8 +4,8 @@
 
 The contestants alternate in short turns in the same processes. One MPI library at a time starts these processes: Open
 MPI and MPICH if `make` has installed them, and Intel MPI if `bench/all_reduce_mpi.py` has installed it. Without an MPI
-library, Paceline runs alone. "MPI init" is `Allreduce_init` or its equivalent with Start and Wait through mpi4py, which
-requires a library that implements MPI 4; "MPI" is the plain call. The times are seconds per call in a turn: the median
+library, Paceline runs alone. "MPI init" is `Allreduce_init` or its equivalent, with Start and Wait, through mpi4py; it
+requires a library that implements MPI 4. "MPI" is the plain call. The times are seconds per call in a turn: the median
 (p50), the 95th percentile and the fastest turn. n is the number of calls, and "beside" is the library whose processes
 ran the call. Every rank has one thread. If a library crashes in its persistent calls (Intel MPI 2021.18 does, in
 Start), only its plain calls are measured.

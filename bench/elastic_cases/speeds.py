@@ -1,4 +1,4 @@
-"""Compares a job whose workers have different speeds with the sum of these speeds.
+"""Compares the speed of a job whose workers have different speeds with the sum of these speeds.
 
 The speed of a worker is measured in a separate job with the same limit. The jobs with one worker each run at the same
 time, because cores that share caches slow each other down. They alternate with the job of all workers, several times.

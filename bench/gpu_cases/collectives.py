@@ -182,7 +182,7 @@ def on_cpu(outputs: Outputs) -> Outputs:
 
 
 def compare(here: Session, label: str, ours: Outputs, theirs: Outputs, is_exact: bool) -> None:
-    """Requires bitwise equality, or approximate equality for means, which are not exact."""
+    """Requires bitwise equality. Means are not exact, so they only need to be approximately equal."""
     if len(ours) != len(theirs):
         raise AssertionError(f"{label}: {len(ours)} results instead of {len(theirs)}")
     for mine, wanted in zip(ours, theirs, strict=True):

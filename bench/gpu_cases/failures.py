@@ -77,7 +77,7 @@ def late(setting: Setting) -> dict[str, object]:
 
 
 def raised(setting: Setting) -> dict[str, object]:
-    """Raises on one rank, whose process then exits; the others must fail before the timeout."""
+    """Raises an error on one rank and ends its process; the other ranks must fail before the timeout."""
     with session(setting, theirs=False, timeout_s=60, ends=False) as here:
         tensor = _reduced(here)
         dist.barrier()

@@ -28,7 +28,7 @@ class Setting:
     Attributes:
         device_type: "cuda", "fake" or "cpu".
         backend: The backend for Paceline's `init_process_group`.
-        folder: A folder for this step, which contains the file for the rendezvous of torch's ranks.
+        folder: A folder for this step. It contains the file for the rendezvous of torch's ranks.
         scale: The number of rounds of a measurement, relative to the default.
         variables: Additional environment variables for the ranks.
     """

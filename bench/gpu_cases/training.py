@@ -146,7 +146,7 @@ def theirs(here: Session, variant: Variant) -> nn.Module:
 
 
 def curve(here: Session, variant: Variant, model: nn.Module, device: torch.device, steps: int = STEPS) -> list[float]:
-    """Trains `model`, which is wrapped in one of the two classes, and returns the loss of each batch."""
+    """Trains `model`, an instance of one of the two classes; returns the loss of each batch."""
     forward: Callable[[torch.Tensor], torch.Tensor] = model
     if variant.compiles:
         forward = torch.compile(model, backend="inductor" if device.type == "cuda" else "eager")

@@ -69,7 +69,7 @@ def fill_memory() -> None:
 def dump(directory: Path, rank: int) -> None:
     """Writes torch's flight recorder in the format that torch's analyzer reads.
 
-    On gloo, torch 2.13 omits the names of the groups, which the analyzer requires; they are filled in here.
+    On gloo, torch 2.13 omits the names of the groups. The analyzer requires these names, so they are filled in here.
     """
     from torch._C._distributed_c10d import _dump_fr_trace
     from torch.distributed.distributed_c10d import _world

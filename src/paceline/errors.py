@@ -180,8 +180,8 @@ class CollectiveObjectError(CollectiveError):
 class PeerLostError(CollectiveError):
     """A rank died or left, and the group's calls cannot continue.
 
-    If a rank left because it had lost another rank, the error describes the rank that was lost first, which may be
-    outside this group, and the message identifies both ranks.
+    If a rank left because it had lost another rank, the error describes the rank that was lost first, and the message
+    identifies both ranks. The first rank may be outside this group.
 
     Attributes: `rank` (in the default group), `host` and `pid` of the lost process.
     """
@@ -194,7 +194,7 @@ class PeerLostError(CollectiveError):
 
 
 class GroupAbortedError(CollectiveError):
-    """A rank called `abort` on the group, which aborted the calls on all ranks of the group.
+    """A rank called `abort` on the group, so the group's calls were aborted on all ranks.
 
     Attributes: `rank`, the default-group rank of the process that called `abort`.
     """

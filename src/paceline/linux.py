@@ -96,7 +96,7 @@ def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
 
 
 def pidfd_open(pid: int) -> int:
-    """Returns a descriptor of a process, which becomes readable when the process exits.
+    """Returns a descriptor of a process. The descriptor becomes readable when the process exits.
 
     Raises:
         ProcessLookupError: there is no such process.

@@ -1,4 +1,4 @@
-"""Asynchronous handles, and the call queue of a process set, which executes calls in the same order on all ranks.
+"""Asynchronous handles, and the queue that executes a process set's calls in the same order on all ranks.
 
 Before each call the ranks exchange a small header. Mismatched calls, including calls whose tensors have different
 shapes, therefore raise an error on every rank without affecting later calls, and ranks that are waiting in `join` can

@@ -491,8 +491,8 @@ def broadcast_object(
         root_rank: The source rank.
         name: The name of the call, which must be the same on all ranks.
         process_set: The participating ranks.
-        allow_pickle: Whether to permit objects of any type, which are pickled. Unpickling allows the sender to run code
-            on the other ranks. Numbers, strings, containers, tensors and arrays do not need pickling.
+        allow_pickle: Whether to permit objects of any type. Such objects are pickled. Unpickling allows the sender to
+            run code on the other ranks. Numbers, strings, containers, tensors and arrays do not need pickling.
     """
     objects = [obj]
 

@@ -215,7 +215,7 @@ class _Distributed(torch.optim.Optimizer):
                 the loss is averaged over the ranks, so the optimizer makes the same decisions on every rank.
 
         Raises:
-            ValueError: a closure was given within `skip_synchronize`, which prevents the reduction of its gradients.
+            ValueError: a closure was given within `skip_synchronize`, so its gradients would not be reduced.
         """
         if closure is not None:
             return self._step_by(closure)

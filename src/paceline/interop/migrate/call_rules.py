@@ -83,7 +83,7 @@ class _Values(cst.CSTVisitor):
         self.has_gloo = self.shows_values = False
 
     def has_work(self) -> bool:
-        """Returns True if the file may contain replacements. Otherwise, the file need not be visited, which is slow."""
+        """Returns True if the file may contain replacements. Otherwise, the slow visit of the file can be skipped."""
         return bool(self._names or self._queries)
 
     def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802

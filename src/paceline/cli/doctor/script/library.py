@@ -131,7 +131,7 @@ def _in_group(call: LibraryCall, first: int) -> bool:
 
 
 def _asynchronous(call: LibraryCall) -> AbstractValue:
-    """Returns the Work of an asynchronous call, which uses its tensors until the script has waited for the Work."""
+    """Returns the Work of an asynchronous call. The call uses its tensors until the script has waited for the Work."""
     work = AbstractValue(f"{call.name} of line {call.line}", called="asynchronous", node=call.node)
     work.keywords = {"operation": AbstractValue(call.name)}
     work.escaped = call.interpreter.path.phase == "uncalled"

@@ -78,7 +78,7 @@ class RankTrace:
 
 @dataclass(eq=False)
 class ExecutionPath:
-    """The current position of an interpreter, and the trace to which it adds events."""
+    """The current position of an interpreter, and the trace to which the interpreter adds events."""
 
     trace: RankTrace
     phase: Phase = "script"
@@ -177,7 +177,7 @@ class JobTrace:
         yield from sorted(places.values(), key=lambda ranks: first(ranks).line)
 
     def confidence(self, event: TraceEvent, *, unless: bool = False) -> Confidence:
-        """Returns the confidence level of a finding, which is low if `unless` is true."""
+        """Returns the confidence level of a finding. The level is low if `unless` is true."""
         certain = self.is_certain and self.is_distributed and event.phase == self.phase and not unless
         return Confidence.HIGH if certain else Confidence.LOW
 

@@ -93,7 +93,7 @@ def _is_divided(loader: AbstractValue) -> bool:
 
 
 def _is_familiar(loader: AbstractValue) -> bool:
-    """Returns False if an unknown function, which might divide the data among the ranks, created the data set."""
+    """Returns False if an unknown function created the data set and might have divided it among the ranks."""
     data = _keyword(loader, "dataset", 0)
     if data is None:
         return False

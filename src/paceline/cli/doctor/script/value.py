@@ -332,7 +332,7 @@ class AssignmentLog:
         scope[name] = value
 
     def begin(self) -> None:
-        """Begins a branch, which may be inside another one."""
+        """Begins a branch. Branches can be nested."""
         self._branches.append([])
 
     def undo(self) -> Assignments:
