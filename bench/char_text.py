@@ -15,7 +15,7 @@ _HELD_OUT_TIMES = 4
 
 
 class Model(nn.Module):
-    """Predicts each character from those before it."""
+    """Predicts each character from the characters before it."""
 
     def __init__(self) -> None:
         super().__init__()

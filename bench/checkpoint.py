@@ -10,7 +10,7 @@ save. "lost s" is the total duration of the saving call and of the steps during 
 that many steps. "call s" is the duration of the call, "durable s" the time until the checkpoint is on disk, and "MB/s"
 the rate at which it was written. All figures are medians over the rounds. "no checkpoint" runs five steps instead of a
 save; its "lost s" is the measurement error. "the disk alone" is an upper bound for the write rate: every rank writes
-its share of as many zeros, bypassing the page cache, and calls fsync. The "asynchronous" variant writes on a
+its share of the same number of zeros, bypassing the page cache, and calls fsync. The "asynchronous" variant writes on a
 low-priority thread while the steps run; its "lost s" is the time that the disk and its driver take from training. In
 "load", 4 ranks save, and other numbers of ranks load. "read" is the total number of bytes read by all ranks, divided by
 the number of bytes written.
@@ -176,7 +176,7 @@ def save_main(rank: int, gigabytes: float, rounds: int, steps: int, where: str, 
 
 
 class Turn(NamedTuple):
-    """The times of a round on the slowest rank, in seconds: a step, lost time, the call, and until it is durable."""
+    """The times of a round on the slowest rank, in seconds: step, lost time, call, and time until durable."""
 
     step: float
     lost: float

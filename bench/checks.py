@@ -4,8 +4,8 @@
 
 The same model is trained with the default checks and without checks, alternating every few steps in the same processes.
 "barrier" is the bare model followed by a barrier after the backward pass. n counts steps; p50 and p95 are computed over
-the turns. "cost" is the step time with checks divided by the step time without checks, minus one; it is a median over
-turns. "looks" is the share of the time of all steps with checks that is spent in checks, measured by their own clock.
+the turns. "cost" is the step time with checks divided by the step time without checks, minus one (the median over
+turns). "looks" is the share of the time of all steps with checks that is spent in checks, measured by their own clock.
 The checks keep this share below 0.5% once they have measured a step.
 """
 

@@ -1,4 +1,4 @@
-"""Measures how soon the other ranks raise an error after a rank's death, and whether it identifies the right rank.
+"""Measures the time from a rank's death to the other ranks' errors, and whether the errors identify that rank.
 
     python bench/death.py [--kills 200] [--case all_reduce ddp ...] [--busy 2] [--ballast 0] [--json FILE]
 
@@ -54,7 +54,7 @@ class Raised:
 
 
 class Board:
-    """Shared counters of the calls that each rank has entered. The process that kills a rank reads them."""
+    """Shared counters of the calls that each rank has entered. The killing process reads the counters."""
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:

@@ -2,10 +2,10 @@
 
     python bench/doctor.py FOLDER [--fetch] [--json FILE]
 
-FOLDER contains a clone of each repository; --fetch creates them. The doctor checks the files that use communication
-between ranks. All its findings with high confidence were read by hand; the wrong findings are listed below. The planted
-mistakes are those of the tests. Because the repositories change, a later run may report other findings, which have to
-be read again.
+FOLDER contains a clone of each repository; --fetch creates these clones. The doctor checks the files that use
+communication between ranks. All its findings with high confidence were read by hand; the wrong findings are listed
+below. The planted mistakes are those of the tests. Because the repositories change, a later run may report other
+findings, which have to be read again.
 """
 
 from __future__ import annotations

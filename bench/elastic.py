@@ -7,15 +7,14 @@
   commit of a step that had not been committed before. Lost steps and samples are counted, and the digest is compared
   with that of a run in one process.
 - peers: the same with torchft (needs --torchft) and with torchrun, gloo and checkpoints. Jobs of the systems alternate.
-- overhead: the training loop with shards in an elastic job against the same loop in a job that is not elastic,
-  alternating.
-- shards: the loop with as many shards as workers against DistributedDataParallel on the same samples. `overhead` and
-  `shards` also have a third loop, which trains the bare model with a barrier after the backward pass ("barrier").
+- overhead: the training loop with shards, alternately in an elastic job and in a job that is not elastic.
+- shards: the loop with as many shards as workers, compared with DistributedDataParallel on the same samples. `overhead`
+  and `shards` also have a third loop, which trains the bare model with a barrier after the backward pass ("barrier").
 - join: the time until a replacement is in the view, the other workers' pause at that moment, their longest earlier
   pause (while senders fork and the replacement receives the state), and the slowdown of their earlier steps. Measured
   for both loops, for states of several sizes, on one machine and on two (network namespaces at 1 Gbit/s, as root). As a
-  lower bound for the slowdown, the same loop also runs beside an unrelated process that uses as much of a core as the
-  replacements did.
+  lower bound for the slowdown, the same loop also runs beside an unrelated process that uses the same share of a core
+  as the replacements.
 - frozen: one worker is stopped (SIGSTOP). In another job, one worker is 10 times slower than the other workers.
 - speeds: the speed of a job with workers of the speeds 1, 1, 1/2 and 1/2, compared with the sum of these speeds.
 - partition: five machines are partitioned into three and two (as root).

@@ -3,11 +3,11 @@
     python bench/encryption.py [--rates none 1gbit 10gbit] [--streams 1] [--sizes BYTES ...] [--json FILE]
 
 Hosts are network namespaces of this machine, joined by veth pairs with rates limited by `tc tbf`. A group with
-encrypted connections and one with plain ones alternate in the same processes, with one thread per rank. p50 and p95 are
-computed over the turns, and n is the number of calls. The times per core are processor times of the calling thread,
-because other load on the machine hardly affects them. Each of the two ranks sends and receives every byte of the tensor
-once, so "ns a byte" is the time for sealing one byte and opening another, including copies and system calls; compare it
-with the speed of AES-128-GCM that `openssl speed` reports.
+encrypted connections and a group with plain connections alternate in the same processes, with one thread per rank. p50
+and p95 are computed over the turns, and n is the number of calls. The times per core are processor times of the calling
+thread, because other load on the machine hardly affects them. Each of the two ranks sends and receives every byte of
+the tensor once, so "ns a byte" is the time for sealing one byte and opening another, including copies and system calls;
+compare it with the speed of AES-128-GCM that `openssl speed` reports.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds the MPI libraries of this environment, and runs programs with them.
 
-`make` installs Open MPI and MPICH. Intel MPI is installed into a folder of its own by the first benchmark that uses it.
+`make` installs Open MPI and MPICH. The first benchmark that uses Intel MPI installs it into a separate folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Library:
         return self._file is not None
 
     def run(self, ranks: int, script: str, *arguments: str, timeout_s: float = 900) -> None:
-        """Runs a Python script with mpi4py on so many ranks of one thread each, and raises an error if it fails."""
+        """Runs a Python script with mpi4py on `ranks` ranks of one thread each. Raises an error if the script fails."""
         environment = {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

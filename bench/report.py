@@ -144,7 +144,7 @@ def columns_of(of: Spread, unit: str = "µs") -> dict[str, object]:
 
 
 def compared(spreads: dict[str, Spread], ours: str, unit: str = "µs") -> list[dict[str, object]]:
-    """Returns a row for each contestant; the ratio is its median divided by that of `ours`."""
+    """Returns a row for each contestant; the ratio is the contestant's median divided by that of `ours`."""
     return [
         {"by": name, **columns_of(each, unit), "ratio": each["p50_s"] / spreads[ours]["p50_s"]}
         for name, each in spreads.items()

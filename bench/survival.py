@@ -7,7 +7,7 @@ at random instants. Two of the times for `paceline plan --times` are derived fro
 own work for a new view, from jobs of 2 workers, where the survivor is alone; and `rendezvous`, the time until the
 members are connected, from jobs of 3. These times are used to simulate the other jobs, with the coordinator that a
 launcher runs. All workers share the cores of this machine, so `forming` takes longer with more workers than cores.
-"error" is the simulated median divided by the measured one, minus 1; a pause is defined as in `bench/elastic.py`.
+"error" is the simulated median divided by the measured median, minus 1; a pause is defined as in `bench/elastic.py`.
 """
 
 from __future__ import annotations

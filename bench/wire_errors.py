@@ -7,8 +7,8 @@
 each. With two hosts, the sums of both are rounded. With more hosts, each host's part is rounded on its way to the owner
 of a slice, except the owner's own part, and then the sum is rounded. The numbers are normally distributed, or are
 gradients of the model of examples/char_lm.py after some training steps, from a different batch on each host. "feedback"
-is the error of the mean of 100 all_reduces of the same numbers across 2 hosts, with error feedback. Throughputs are
-those of one thread, in bytes of float32 per second of its processor time, with residuals.
+is the error of the mean of 100 all_reduces of the same numbers across 2 hosts, with error feedback. Throughputs are in
+bytes of float32 per second of one thread's processor time, with residuals.
 """
 
 from __future__ import annotations

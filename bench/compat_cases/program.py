@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 program.py WAY MODEL BLOCKS STEPS
 
-WAY is "ddp", "fsdp" or "by hand" (an all-reduce of each gradient). The bare model and the distributed one are trained
-alternately, STEPS steps each and BLOCKS times. Rank 0 prints the seconds per step in each block, and the sum of its
+WAY is "ddp", "fsdp" or "by hand" (an all-reduce of each gradient). The bare model and the distributed model are trained
+alternately, BLOCKS times, for STEPS steps each. Rank 0 prints the seconds per step in each block, and the sum of its
 parameters at the end.
 """
 

@@ -21,7 +21,7 @@ class Contestant:
     """A training system whose workers are killed, one job at a time.
 
     Args:
-        name: The label of its row.
+        name: The label of the system's row.
         start: A function that starts a job.
         digest: The digest of an undisturbed run, if the system guarantees the same result.
         keeps_weights: True if a sample has the same weight in every step. Otherwise, the mean is over fewer workers
@@ -37,7 +37,7 @@ class Contestant:
         self._equal = self._lost = self._repeated = 0
 
     def run(self, churn: Churn, random: Random) -> None:
-        """Runs one job and adds it to the figures."""
+        """Runs one job and adds its results to the figures."""
         with contextlib.closing(self._start()) as job:
             kills = disturb(job, churn, random)
             self.figures.add(timeline.read(job.directory), kills, churn.workers, churn.steps)

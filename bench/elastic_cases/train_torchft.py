@@ -26,7 +26,7 @@ _RENDEZVOUS_S = 120.0
 
 
 def meet(directory: Path, replica: int, replicas: int) -> None:
-    """Waits until all replicas have started, because early ones would begin to train without the others.
+    """Waits until all replicas have started, because early replicas would begin to train without late ones.
 
     Raises:
         TimeoutError: A replica does not start in time.

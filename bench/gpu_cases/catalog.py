@@ -52,7 +52,7 @@ BLOCKING = (("CUDA_LAUNCH_BLOCKING", "1"),)
 
 
 def steps() -> list[Step]:
-    """Returns all steps; the first ones check the requirements of the others."""
+    """Returns all steps; the first steps check the requirements of the other steps."""
     training_limit = {"torch.compile": 90.0}
     return [
         Step("health: torch on one rank", health.theirs, ONE, 60),

@@ -83,7 +83,7 @@ def _compared(here: Session, label: str, found: list[float], wanted: list[float]
 
 
 def logical_shards(setting: Setting) -> dict[str, object]:
-    """Trains with LogicalShards on all ranks and then on one; the parameters must be bitwise equal."""
+    """Trains with LogicalShards on all ranks and then on one rank; the parameters must be bitwise equal."""
     with session(setting, theirs=False) as here:
         alone = [dist.new_group([rank]) for rank in range(here.size)][here.rank]
         ends = [_sharded(here, group) for group in (None, alone)]
@@ -111,7 +111,7 @@ def _sharded(here: Session, group: Any) -> dict[str, torch.Tensor]:
 
 
 def deterministic(setting: Setting) -> dict[str, object]:
-    """Trains with `deterministic=True` on all ranks and then on one; the parameters must be bitwise equal."""
+    """Trains with `deterministic=True` on all ranks and then on one rank; the parameters must be bitwise equal."""
     with session(setting, theirs=False) as here:
         alone = [dist.new_group([rank]) for rank in range(here.size)][here.rank]
         ends = []

@@ -37,7 +37,7 @@ def _error_of(call: Callable[[], object], limit_s: float) -> tuple[BaseException
 
 
 def killed(setting: Setting) -> dict[str, object]:
-    """Kills the last rank; within seconds, the others must raise an error that identifies it."""
+    """Kills the last rank; within seconds, the other ranks must raise an error that identifies this rank."""
     with session(setting, theirs=False, timeout_s=60, ends=False) as here:
         tensor = _reduced(here)
         dist.barrier()

@@ -11,7 +11,7 @@ from gpu_cases.session import Session, Setting, session
 
 
 def beside_calls(setting: Setting) -> None:
-    """Captures a graph without collectives while calls are pending, and replays it between others."""
+    """Captures a graph without collectives while calls are pending, and replays the graph between calls."""
     with session(setting, theirs=False) as here:
         tensor, x = torch.ones(1 << 20, device=here.device), torch.ones(100, device=here.device)
         dist.all_reduce(tensor)

@@ -53,7 +53,7 @@ def _cell(result: Result, names: Sequence[str]) -> str:
 
 
 def steps(results: Results) -> str:
-    """Returns a table of all steps, and the errors of those that failed."""
+    """Returns a table of all steps, and the errors of the failed steps."""
     columns = _columns(results)
     lines = [[name, *(_cell(result, own) for result in columns.values())] for name, own in _lines(columns)]
     parts = [markdown(["", *columns], lines)]

@@ -127,7 +127,7 @@ def pidfd_getfd(pidfd: int, descriptor: int) -> int:
         descriptor: the number of the descriptor in the other process.
 
     Raises:
-        OSError: the kernel does not permit this process to access the other one.
+        OSError: the kernel does not permit this process to access the other process.
     """
     return _call(_PIDFD_GETFD, "pidfd_getfd", pidfd, descriptor, 0)
 

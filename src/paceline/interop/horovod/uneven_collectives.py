@@ -1,8 +1,8 @@
 """Collectives that gather, exchange or scatter rows. The number of rows may differ between ranks.
 
-Gradients are defined as in Horovod. The backward pass of `allgather` averages them over the ranks, that of `alltoall`
-returns them to the senders of the rows, and that of `reducescatter` gathers them and, for a sum, multiplies them by the
-number of ranks.
+Gradients are defined as in Horovod. The backward pass of `allgather` averages the gradients over the ranks. The
+backward pass of `alltoall` returns them to the senders of the rows. The backward pass of `reducescatter` gathers them
+and, for a sum, multiplies them by the number of ranks.
 """
 
 from __future__ import annotations

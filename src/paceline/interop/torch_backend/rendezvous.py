@@ -196,7 +196,8 @@ def form_group(
     Args:
         rendezvous: The parameters of the rendezvous.
         patience: The time to wait for the other ranks. Default: the timeout for calls on the group, but at least 10 s.
-        expected: The ranks' processes, if known. The rendezvous fails as soon as one of them on this host exits.
+        expected: The ranks' processes, if known. The rendezvous fails as soon as one of these processes exits on this
+            host.
 
     Raises:
         RendezvousError, AuthenticationError: the rendezvous failed.

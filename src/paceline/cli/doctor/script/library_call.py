@@ -100,7 +100,7 @@ def qualified_name(node: ast.AST) -> str:
 
 
 def is_module(value: AbstractValue) -> bool:
-    """Returns True if the value is an imported module or an attribute of one."""
+    """Returns True if the value is an imported module or an attribute of a module."""
     return value.called == "import" or (value.receiver is not None and value.receiver.called == "import")
 
 

@@ -32,13 +32,13 @@ class PathCondition:
 
     @property
     def depends_on_the_rank(self) -> bool:
-        """Whether the test depends, or may depend, on the rank."""
+        """Whether the test depends or may depend on the rank."""
         return not self.facts.isdisjoint({Fact.RANK, Fact.PERHAPS_RANK})
 
 
 @dataclass(frozen=True, eq=False)
 class TraceEvent:
-    """A call, or another action, of one rank."""
+    """A call or another action of one rank."""
 
     kind: EventKind
     name: str

@@ -1,4 +1,4 @@
-"""A replacement for Horovod: `horovod.torch` is `paceline.horovod`, and `horovod.run` is its `run`.
+"""A replacement for Horovod: `horovod.torch` is `paceline.horovod`, and `horovod.run` is `paceline.horovod.run`.
 
 May use: `paceline.horovod`. Start reading at `torch/__init__.py`.
 """
