@@ -322,8 +322,7 @@ class CallQueue:
             request.future.set_exception(error)
 
     def _agree(self, request: CallRequest[Result]) -> None:
-        """Waits until every rank is ready for the same call, or is waiting in `join` and has the shapes of the zeros to
-        send.
+        """Waits until every rank is ready for the same call, or waits in `join` and has the shapes of its zeros.
 
         Raises:
             CollectiveMismatchError: the calls differ, or a rank is waiting in `join` and cannot contribute to this

@@ -257,7 +257,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
 
     @property
     def world(self) -> World | None:
-        """The Paceline group for Paceline's own functions if this is torch's default group, or None after `_close`."""
+        """The Paceline group for Paceline's own functions, or None if this is closed or not torch's default group."""
         return vars(self).get("_world")
 
     def rank(self) -> int:

@@ -324,8 +324,7 @@ class RankInterpreter:
         return (flow - {"break", "continue"}) | {"next"}
 
     def _items(self, iterable: AbstractValue, body: Sequence[ast.stmt]) -> list[AbstractValue]:
-        """Returns the values of a loop variable: every value if their number depends on the ranks, otherwise only
-        one."""
+        """Returns the values of a loop variable: all values if their number depends on the ranks, otherwise one."""
         if iterable.is_known and isinstance(iterable.constant, range):
             if library_call.starts_processes(body):
                 self.process_count = len(iterable.constant) if not iterable.facts else None
