@@ -56,7 +56,6 @@ from paceline.train.elastic.coordinator.handover import (
     tell_successor,
 )
 from paceline.train.elastic.coordinator.membership_rules import (
-    mark_caught_up,
     begin_machines,
     change_membership,
     fence,
@@ -65,6 +64,7 @@ from paceline.train.elastic.coordinator.membership_rules import (
     give_first_view,
     has_closed,
     lacks_quorum,
+    mark_caught_up,
     offer_transfer,
     refuse_worker,
     resend_offers,
