@@ -194,7 +194,7 @@ def run_step(step: Step, run: Run) -> Outcome:
 
 
 def run_in_turn(chosen: list[Step], run: Run, count: int, measured: dict[str, list[dict[str, object]]]) -> None:
-    """Runs steps, several in parallel if requested, and adds their outcomes in the order of the steps."""
+    """Runs steps, several in parallel if requested, and appends their outcomes in the order of the steps."""
 
     def attempt(step: Step) -> Outcome:
         if count < step.least:

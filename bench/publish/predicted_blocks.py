@@ -51,7 +51,7 @@ def held_out(results: Results) -> str:
 
 
 def survival(results: Results) -> str:
-    """Returns the block of a result of `bench/survival.py`."""
+    """Returns the block for a result from `bench/survival.py`."""
     result = results["survival"]
     columns: dict[str, Cell] = {
         "workers": "workers",

@@ -6,7 +6,7 @@
 namespace paceline {
 namespace {
 
-// The least and greatest times to wait for an answer. A waiting rank reads queries several times per second.
+// The minimum and maximum times to wait for an answer. A waiting rank reads queries several times per second.
 constexpr std::chrono::nanoseconds kMinAnswerTimeout = std::chrono::milliseconds(300);
 constexpr std::chrono::nanoseconds kMaxAnswerTimeout = std::chrono::seconds(1);
 constexpr int kMaxTimeouts = 3;  // the search ends after this multiple of the answer timeout, even if it is incomplete

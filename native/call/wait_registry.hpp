@@ -1,11 +1,11 @@
 // Records, for all groups, the ranks that this process's threads are waiting for, and answers queries about these
 // waits.
 //
-// After its first wait iteration, a thread records what it waits for in an entry, and updates the entry in each
-// iteration. When a call times out, a search (wait_chain.hpp) queries the awaited ranks, then the ranks that those are
-// waiting for, and so on. A query may arrive over the lanes of any group that the two ranks share, so waiting threads
-// periodically read the lanes of all groups (`serve`) and answer for the whole process. A rank without waiting threads
-// does not answer.
+// After its first wait iteration, a thread creates an entry that records what it is waiting for, and updates the entry
+// in each iteration. When a call times out, a search (wait_chain.hpp) queries the awaited ranks, then the ranks for
+// which the awaited ranks wait, and so on. A query may arrive over the lanes of any group that the two ranks share, so
+// waiting threads periodically read the lanes of all groups (`serve`) and answer for the whole process. A rank without
+// waiting threads does not answer.
 //
 // Lock order: `transports_mutex_`, then the lock of a transport (which transports acquire only with try_lock), then
 // `mutex_`.

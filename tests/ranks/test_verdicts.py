@@ -1,4 +1,4 @@
-"""Reports of `paceline run` about jobs that hang or fail, and of `paceline analyze` afterwards."""
+"""Reports about jobs that hang or fail, printed by `paceline run` and afterwards by `paceline analyze`."""
 
 from __future__ import annotations
 

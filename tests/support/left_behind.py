@@ -56,7 +56,7 @@ def _begin() -> str:
     # Finalizers run in the order of their priorities; multiprocessing removes its own directory with priority -100.
     Finalize(None, shutil.rmtree, [path], {"ignore_errors": True}, exitpriority=-200)
     os.environ[_VARIABLE] = os.environ["TMPDIR"] = tempfile.tempdir = path
-    # pytest keeps the files of the last runs, and torch the kernels that it has compiled.
+    # pytest keeps the files from its latest runs, and torch keeps its compiled kernels.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", root)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{root}/torchinductor_{getpass.getuser()}")
     return path

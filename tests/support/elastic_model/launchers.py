@@ -211,7 +211,7 @@ class Launcher:
             self.takes(link, kind, args)
 
     def joins(self, follower: Launcher) -> tuple[ContactResult, int | None]:
-        """Handles the request of another launcher to follow this one."""
+        """Handles another launcher's request to follow this one."""
         retirement = self.coordinator.retirement if self.coordinator is not None else None
         if retirement is not None and retirement.has_resigned:
             assert retirement.successor is not None

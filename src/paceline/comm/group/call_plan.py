@@ -267,7 +267,7 @@ def require_root(group: ProcessGroup, root: int, call: str) -> None:
 
 
 def require_peer(group: ProcessGroup, peer: int, call: str, name: str) -> None:
-    """Checks that `peer` is the group rank of a different rank in the group.
+    """Checks that `peer` is a rank in the group other than this rank.
 
     Raises:
         ValueError: `peer` is this rank, or is not in the group.

@@ -94,8 +94,8 @@ def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: 
     try:
         return connect(True, timeout)
     except PortInUseError as error:
-        # Another process that was also started as rank 0 may serve a store at this port. Joining that store lets the
-        # check-in report the duplicate rank on all ranks.
+        # Another process that was also started as rank 0 may serve a store at this port. If this process joins that
+        # store, the check-in reports the duplicate rank on all ranks.
         try:
             return connect(False, min(timeout, _ANOTHER_RANK_0))
         except (PacelineError, OSError):

@@ -75,8 +75,8 @@ def run(job: Job, listener: ListeningEndpoint | None = None, secret: bytes | Non
     cleanup = Cleanup()
     try:
         # Under Slurm, the secret is stored in files. Ctrl-C raises an exception, so that the files are removed even if
-        # Ctrl-C interrupts the rendezvous. In other jobs, Ctrl-C kills this process until `Launcher` installs its
-        # signal handlers, and the guards clean up.
+        # Ctrl-C interrupts the rendezvous. In other jobs, before `Launcher` installs its signal handlers,
+        # Ctrl-C kills this process, and the guards clean up.
         is_in_files = secret is None and job.scheduler is not None and job.scheduler.is_slurm
         with open_multiplexer(job), interrupts_raised() if is_in_files else nullcontext():
             return _run(job, listener, secret, cleanup)

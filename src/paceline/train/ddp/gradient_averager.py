@@ -39,7 +39,7 @@ from paceline.train.ddp.optimizer_in_backward import step_params, take_over_step
 from paceline.train.module_tensors import TrackedTensors, broadcast_tensors, collect_tracked
 from paceline.train.training_events import RecordedBuckets
 
-# the number of steps in which batch digests are compared; a warning requires equality in all of them
+# the number of steps in which batch digests are compared; only equality in all of them causes a warning
 _COMPARED_STEPS = 3
 _DIGEST_BITS = 20  # exact in float32, even when divided by the number of ranks
 _MOST_NAMED = 8  # the maximum number of ranks that the warning lists

@@ -69,7 +69,7 @@ class FlatGradients:
         )
 
     def whole(self) -> torch.Tensor:
-        """Returns the flat tensor; it must exist, as it does after `has` has returned True."""
+        """Returns the flat tensor, which must exist (see `has`)."""
         assert self._whole is not None
         return self._whole
 

@@ -43,7 +43,7 @@ Measure = Callable[[Any], torch.Tensor]
 
 
 class EvaluationLoader(Protocol):
-    """Interface of loaders for evaluation, such as `ShardLoader`."""
+    """Interface for evaluation loaders, such as `ShardLoader`."""
 
     def whole_epoch(self) -> Iterator[StepBatches]:
         """Yields all steps of one epoch; every call yields the same epoch."""

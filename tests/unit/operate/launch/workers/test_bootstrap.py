@@ -1,4 +1,4 @@
-"""The start of a worker."""
+"""The startup of a worker."""
 
 from __future__ import annotations
 
