@@ -2,7 +2,7 @@
 
 Without these rules, a malicious web site in the same browser could read the page by DNS rebinding. Once the site has
 loaded, its host name is resolved to 127.0.0.1, so that its scripts have the same origin as the page. Only the Host
-header reveals this attack. The Host header of every request is therefore compared with a list of permitted names first.
+header reveals this attack. Each request's Host header is therefore compared with the permitted names first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEADERS = {
 
 
 class AccessDecision(Enum):
-    """Decision on a request: to pass it to the page, or to respond with this status and text."""
+    """Decision on a request: either pass it to the page, or respond with this status and text."""
 
     PASSES = (200, "")
     ENTERS = (303, "")  # redirects after storing the token from the URL in a cookie
@@ -121,7 +121,7 @@ def new_token() -> str:
 
 
 def name_of(run_id: str) -> str:
-    """Converts a job's name to a part of a cookie's name by replacing invalid characters."""
+    """Converts a job's name for use in a cookie's name by replacing invalid characters."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", run_id)[:64]
 
 

@@ -120,7 +120,7 @@ def _row(kind: _Kind, by_rank: dict[int, deque[CallStatistics]]) -> CallRow:
 
 
 class Curves:
-    """Curves of the values that the ranks log, one per name, averaged over the ranks and downsampled."""
+    """Curves of logged values: one curve per name, averaged over the ranks and downsampled."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, str], list[float]] = {}
@@ -175,7 +175,7 @@ def _short(value: float) -> float:
 
 
 def owed_calls(sample: JobSample) -> tuple[str, ...]:
-    """Returns a sentence for each call in which ranks wait, with the missing ranks, the waiting ranks and the time."""
+    """Returns a sentence for each call in which ranks wait, with the waiting and missing ranks and the waiting time."""
     states = tuple(rank.pending for rank in sample.ranks if rank.pending is not None)
     sentences = []
     for wait in waits_of(JobSnapshot(sample.now_s, states)):
@@ -257,7 +257,7 @@ def _activity(
 
 
 class StragglerWatch:
-    """Repeated search for stragglers in the latest steps.
+    """Searches the latest steps for stragglers whenever enough new steps have been added.
 
     Args:
         steps_kept: the number of latest steps to search.
@@ -444,7 +444,7 @@ def _own_time(rank: int, recent: tuple[StepColumn, ...]) -> float:
 
 
 def _mean(numbers: list[float]) -> float:
-    """Returns the mean, or 0 for an empty list. This is ten times as fast as `fmean`, whose sum is exact."""
+    """Returns the mean, or 0 for an empty list. This is ten times as fast as `fmean`, which computes an exact sum."""
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 

@@ -1,7 +1,7 @@
 """State of a job as displayed by the page, `paceline top` and the report: one immutable `DashboardState`.
 
 Durations are in milliseconds, as displayed, except those with the suffix `_s`, which are in seconds. Append-only lists
-have the type `AppendOnlyList`, so that a viewer that has the beginning of a list only fetches the rest.
+have the type `AppendOnlyList`, so that a viewer with the beginning of a list only has to fetch the rest.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class StragglerEstimate:
 class StepColumn:
     """Data for one step: the mean of each part over all ranks, and each rank's own and waiting time (None if absent).
 
-    `predicted` is the mean duration over all ranks if the calls had taken the predicted time.
+    `predicted` is the mean duration that the step would have had if its calls had taken the predicted time.
     """
 
     step: int

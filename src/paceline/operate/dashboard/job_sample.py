@@ -75,7 +75,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """Statistics on completed calls of one kind. The engine had predicted the duration of each call.
+    """Statistics on completed calls of one kind, for which the engine had predicted the duration.
 
     Attributes:
         operation, dtype, count, algorithm: the kind of call; `count` is the number of elements per call.

@@ -60,7 +60,7 @@ def _by_peer(links: Iterable[LinkRate]) -> tuple[LinkRate, ...]:
 
 
 def rows_of(links: Sequence[LinkRate], hosts: Mapping[int, str]) -> tuple[tuple[LinkRow, ...], str | None]:
-    """Returns the rows to display, and a description of the slowest pair of hosts if it is slow.
+    """Returns the rows to display, and a description of the slowest pair of hosts if its links are slow.
 
     Args:
         links: the links of all ranks.

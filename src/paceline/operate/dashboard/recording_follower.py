@@ -114,7 +114,7 @@ class StepParts:
         """Returns how long the step would have taken if each call had taken its predicted time.
 
         Buckets are averaged one at a time in the order in which they become ready, as in `operate/plan/step_time.py`.
-        Returns None if no call has a prediction, or if the call of a bucket has none. Other calls without a prediction
+        Returns None if no call has a prediction, or if a bucket's call has none. Other calls without a prediction
         contribute their actual duration.
 
         Args:
@@ -368,7 +368,7 @@ class RecordingFollower:
         return cls(lambda offset, nbytes: os.pread(fd, nbytes, offset))
 
     def update(self, stride: int = 1) -> RecordingUpdate | None:
-        """Returns the new entries, or None while the process has not begun to record.
+        """Returns the new entries, or None if the process has not begun to record.
 
         Args:
             stride: the interval between returned steps. For example, 2 returns every second step, to save time with

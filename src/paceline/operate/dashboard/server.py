@@ -136,7 +136,7 @@ def _is_served(path: str) -> bool:
 
 
 class DashboardServer:
-    """Serves the page until `close`.
+    """Serves the page until `close` is called.
 
     Args:
         listener: the listening socket; the server closes it.

@@ -1,4 +1,4 @@
-"""Diagnosis of jobs that hang, fail or run slowly, based on the recordings of their processes, live or afterwards.
+"""Diagnosis of jobs that hang, fail or run slowly, based on their processes' recordings, during or after the job.
 
 May use: `comm.record`, which defines the layout of recordings, `comm.schedule`, which defines the algorithms' names,
 and `comm.security`. It does not import torch, so the launcher and the command line can use it. Start reading at

@@ -1,4 +1,4 @@
-"""Comparison of the calls made by the ranks of a group, to find the rank that deviates and the kind of deviation.
+"""Compares the calls made by the ranks of a group, to find the rank that deviates and the kind of deviation.
 
 A training loop repeats its calls, so a group's history predicts the next call. A rank that makes a different call is at
 fault, even in a group of two.
@@ -146,7 +146,7 @@ def _by_step(own: Mapping[int, RankCall], number: int, expected: Sequence[CallSi
 
 
 def _past(histories: Mapping[int, Mapping[int, RankCall]], number: int) -> list[CallSignature]:
-    """Returns the headers of the calls before `number`, from the rank with the longest gapless record."""
+    """Returns the headers of the calls before call `number`, taken from the rank with the longest gapless record."""
     longest: list[CallSignature] = []
     for own in histories.values():
         past = []
@@ -177,7 +177,7 @@ def _usual(
 def _mismatch_kind(
     theirs: Sequence[CallSignature], expected: Sequence[CallSignature], past: Sequence[CallSignature]
 ) -> MismatchKind:
-    """Classifies the deviation of a rank that made the calls `theirs` instead of `expected`, after `past`."""
+    """Classifies the deviation of a rank that, after the calls `past`, made `theirs` instead of `expected`."""
     first = theirs[0]
     for length in range(2, min(len(theirs), len(expected)) + 1):
         if Counter(theirs[:length]) == Counter(expected[:length]):
@@ -237,7 +237,7 @@ def call_count_mismatch(calls: Mapping[int, Sequence[RankCall]]) -> CallCountMis
 def _counts(calls: Sequence[RankCall]) -> dict[int, int]:
     """Counts the calls in each complete step.
 
-    The first step (its start may have been overwritten) and the last one (still running) are excluded.
+    The first step, whose start may have been overwritten, and the last step, which is still running, are excluded.
     """
     counts = Counter(call.step for call in calls if call.step is not None)
     return {step: counts[step] for step in range(min(counts) + 1, max(counts))} if counts else {}

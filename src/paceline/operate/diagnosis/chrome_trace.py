@@ -1,7 +1,7 @@
 """Conversion of recordings to Chrome's JSON trace format, for Perfetto and chrome://tracing.
 
 All ranks share one time axis. Each rank is a process in the trace, with one row for its steps, one for each thread and
-each device, one for the calls in each group, and one for gradient buckets. Arrows lead from sends to receives. Traces
+each device, one for the calls in each group, and one for gradient buckets. Arrows connect sends to receives. Traces
 from `torch.profiler` can be merged. Because these traces use the time of day, the time axis does as well.
 """
 

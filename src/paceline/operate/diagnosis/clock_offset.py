@@ -1,9 +1,9 @@
 """Clock offsets between machines, measured with messages or estimated from calls that end simultaneously.
 
-`OffsetEstimate` evaluates requests for another machine's time. That machine reads its clock at some moment between the
-sending of the request and the receipt of the response. The midpoint between these two times is off by at most half the
-round-trip time, even if the two delays differ. Because clocks run at slightly different speeds, the error grows with
-the age of the measurement, at the rate `DRIFT`.
+`OffsetEstimate` computes the offset from requests for another machine's time. That machine reads its clock at some
+moment between the sending of the request and the receipt of the response. The midpoint between these two times differs
+from that moment by at most half the round-trip time, even if the two delays differ. Because clocks run at slightly
+different speeds, the error grows with the age of the measurement, at the rate `DRIFT`.
 
 Instead of messages, `aligned` uses calls that end on all ranks at about the same time.
 """
@@ -23,7 +23,7 @@ _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrie
 
 @dataclass(frozen=True)
 class Offset:
-    """Nanoseconds by which another machine's CLOCK_MONOTONIC is ahead of this one's, with an error bound at `at_ns`."""
+    """Nanoseconds by which another machine's CLOCK_MONOTONIC is ahead of this one's, with its error bound at `at_ns`."""
 
     offset_ns: int
     error_ns: int

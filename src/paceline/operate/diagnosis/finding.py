@@ -72,7 +72,7 @@ class Diagnosis:
 
     @property
     def is_failure(self) -> bool:
-        """Whether a rank failed on its own. The states of the other ranks do not matter then."""
+        """Whether a rank failed on its own. If so, the states of the other ranks do not matter."""
         return self.cause in FAILURES
 
 
@@ -130,7 +130,7 @@ def verb(count: int, plural: str) -> str:
 
 
 def beginning(snapshot: JobSnapshot, ranks: Sequence[int]) -> str:
-    """Returns the beginning of a sentence, which states the lowest step among these ranks."""
+    """Returns the first words of a sentence, with the lowest step among these ranks; "" if their steps are unknown."""
     steps = [rank.step for rank in snapshot.ranks if rank.rank in ranks and rank.step is not None]
     return f"step {min(steps)}: " if steps else ""
 

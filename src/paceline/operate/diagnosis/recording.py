@@ -1,6 +1,6 @@
 """Data classes for the recording of a process: its calls, events, groups, links and clock.
 
-All times are CLOCK_MONOTONIC nanoseconds on the recording process's host. All processes on a host share this clock.
+All times are CLOCK_MONOTONIC nanoseconds on the host of the recorded process. All processes on a host share this clock.
 `Clock.realtime_ns` converts these times to the time of day, and `ProcessRecording.shifted` converts them to another
 host's clock.
 """
@@ -18,7 +18,7 @@ from paceline.comm.record.layout import EventKind
 
 
 class CallStatus(Enum):
-    """Status of a call. A recording stores the index in this enumeration."""
+    """Status of a call. A recording stores a status as its index in this enumeration."""
 
     PENDING = "pending"  # queued after earlier calls in the same group
     RUNNING = "running"
@@ -255,7 +255,7 @@ class LinkRecord:
 
 @dataclass(frozen=True)
 class ProcessRecording:
-    """The recording of one process, with its latest calls and events in order of their start times.
+    """The recording of one process, with its latest calls and events in order of start time.
 
     Attributes:
         source: the file or process from which the recording was read.

@@ -494,7 +494,7 @@ def _traffic(recording: ProcessRecording) -> tuple[PeerTraffic, ...]:
 
 
 def _since_s(recording: ProcessRecording) -> float | None:
-    """Returns the latest end of a call or start of an open wait; without either, the start of the recording."""
+    """Returns the latest time at which a call ended or an open wait began; by default, the recording's start time."""
     ends = [call.ended_ns for call in recording.calls if call.ended_ns is not None]
     begun = [event.start_ns for event in recording.open_events() if event.kind in _WAITS]
     known = [*ends, *begun] or [recording.started_ns]

@@ -97,7 +97,7 @@ def find_slow_link(ranks: Sequence[RankState]) -> HostPair | None:
 
 
 def find_silent_links(ranks: Sequence[RankState]) -> list[tuple[int, int, float]]:
-    """Returns links with a long outstanding acknowledgment as (rank, other rank, seconds), longest first."""
+    """Returns links with an overdue acknowledgment as (rank, other rank, seconds), longest delay first."""
     found = [(rank.rank, link.peer, link.silent_s) for rank in ranks for link in rank.links]
     return sorted((link for link in found if link[2] >= _SILENT_S), key=lambda link: -link[2])
 
@@ -114,12 +114,12 @@ def _rate(nbytes_s: float) -> str:
 
 @dataclass(frozen=True)
 class InterHostTraffic:
-    """Calls between hosts, and the time that the calls took after their last rank had arrived.
+    """Calls between hosts, and the time from the arrival of each call's last rank to the end of the call.
 
     Attributes:
         hosts: the names of the hosts.
         ranks: the ranks on these hosts.
-        time_s: the total time that the calls took after their last rank had arrived, in seconds.
+        time_s: the total time from the arrival of each call's last rank to the end of the call, in seconds.
         span_s: the time from the first to the last call, in seconds.
         nbytes_s: the rate at which a rank sent, in bytes per second.
     """
@@ -155,7 +155,7 @@ def transfers(ranks: Sequence[RankState]) -> InterHostTraffic | None:
 
 
 def slow_network(ranks: Sequence[RankState]) -> list[Diagnosis]:
-    """Returns a list with one diagnosis if the network is slow and took much of the time, otherwise an empty list."""
+    """Returns a list with one diagnosis if the network is slow and delays the job, otherwise an empty list."""
     found = transfers(ranks)
     if found is None or found.share < WORTH_TELLING or found.time_s < _WORTH_TELLING_S:
         return []

@@ -69,12 +69,12 @@ class StallThreshold:
 
     @classmethod
     def of(cls, ceiling_s: float) -> StallThreshold:
-        """Returns a threshold with the given ceiling, and the default floor scaled in proportion."""
+        """Returns a threshold with the given ceiling and a floor in proportion to the ceiling."""
         return cls(ceiling_s * FLOOR_S / CEILING_S, ceiling_s)
 
     @property
     def idle_s(self) -> float:
-        """The time after which idleness of all ranks, without any calls or work, is reported."""
+        """The time after which a job is reported as idle if no rank makes calls or does other work."""
         return 2 * self.ceiling_s
 
     def limit_s(self, durations_s: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Detection of stragglers: ranks that are slower than others by more than chance and their own variation explain.
+"""Detection of stragglers: ranks that are slower than others by more than chance and their own variation can explain.
 
 The launcher, `paceline analyze`, the report, the page and `paceline top` use the same rule. Its input is each rank's
 own work in each step. Durations of backward passes or calls do not reveal stragglers. In synchronous training, these
@@ -6,17 +6,17 @@ durations are equal on all ranks, because fast ranks wait in their calls for slo
 
 Some rank is last in every step, so being last is no evidence. The rule is a permutation test: if no rank differs from
 the others, exchanging the ranks within a step does not change the distribution of their times (Pitman 1937). It is
-applied to two values of each step. The first is the position of a rank among the ranks (Friedman 1937), which is high
-for a rank that is always slower. The second is the time that the other ranks wait for the last rank, which is long for
-a rank with some long steps. The test determines how probable a rank's sum of values is if the value of each step is
+applied to two values of each step. The first is a rank's position when the ranks are sorted by time (Friedman 1937). It
+is high for a rank that is always slower. The second is the time that the other ranks wait for the last rank. It is long
+for a rank with some long steps. The test determines how probable a rank's sum of values is if the value of each step is
 drawn from all ranks. This probability is bounded by the method of Chernoff (1952). The bound holds for any number of
 steps and for heavy tails, because a single long pause is one draw among `n` ranks, however long it is.
 
-Consecutive steps are not independent, because another process may occupy a core for some seconds. Steps are therefore
-summed in blocks, which are merged until neighboring blocks are uncorrelated (Flyvbjerg and Petersen 1989), and the mean
-over the blocks must exceed three standard errors. The probability is multiplied by the number of tests and ranks
-(Bonferroni), and by `k (k + 1) / 2` if the steps are tested for the k-th time (a spending function, Lan and DeMets
-1983).
+Consecutive steps are not independent, because another process may occupy a core for several seconds. Steps are
+therefore summed in blocks, which are merged until neighboring blocks are uncorrelated (Flyvbjerg and Petersen 1989),
+and the mean over the blocks must exceed three standard errors. The probability is multiplied by the number of tests and
+by the number of ranks (Bonferroni), and by `k (k + 1) / 2` if the steps are tested for the k-th time (a spending
+function, Lan and DeMets 1983).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paceline.operate.diagnosis.slow_links import slow_network
 
 MOST_PROBABLE = 1e-3  # maximum probability that a healthy job is reported to have a straggler
 SMALLEST_SHARE = 0.05  # minimum difference to report, as a fraction of a step without the wait for the last rank
-FEWEST_STEPS = 100  # in fewer steps, a core disturbed for some seconds is indistinguishable from a slow core
+FEWEST_STEPS = 100  # in fewer steps, a core disturbed for several seconds is indistinguishable from a slow core
 _TESTS = 2
 
 _MOST_BLOCKS = 48  # sufficient, because 48 blocks bound the probability for two ranks by 2^-48
@@ -135,7 +135,7 @@ def without_stalls(durations_s: Sequence[float]) -> list[bool]:
 
 
 def find_stragglers(work: Iterable[StepWork], looks: int = 1) -> list[StragglerCost]:
-    """Returns the stragglers of each set of ranks that work together, most expensive first; usually empty.
+    """Returns the stragglers of each set of ranks that work together, in descending order of cost; usually empty.
 
     Args:
         work: the steps, oldest first.
@@ -202,7 +202,7 @@ def _median_without(ordered: Sequence[float], place: int) -> float:
 
 
 def _share_ties(ordered: Sequence[float], order: Sequence[int], places: list[float]) -> None:
-    """Gives ranks with equal times the mean of their positions in the order."""
+    """Assigns the mean of their positions to ranks with equal times."""
     first = 0
     while first < len(ordered):
         end = first + 1
@@ -275,7 +275,7 @@ def _period_of(numbers: Sequence[int]) -> int | None:
 
 
 def _cause_of(table: _StepTable, rank: int, excess_s: float, otherwise: Cause) -> Cause:
-    """Returns the cause that explains more than half of a rank's additional time, `excess_s` in total."""
+    """Returns the cause of more than half of a rank's additional time, which totals `excess_s`."""
     others = [other for other in table.ranks if other != rank]
     data_s = [step.data_s for step in table.steps if step.data_s]
     if sum(each[rank] - median(each[other] for other in others) for each in data_s) > excess_s / 2:
@@ -390,8 +390,9 @@ def work_before_calls(ranks: Sequence[RankState]) -> list[StepWork]:
     """Derives the ranks' work from their arrival times at calls. All times must be on one clock.
 
     A rank's lateness at a call is measured relative to the median rank. If a rank made several calls before the first
-    of them ended, only the additional lateness counts. The calls of a training step are added up. If the program
-    records no steps, the calls of an iteration are added up, from a call of one kind to the next call of this kind.
+    of them ended, only the additional lateness counts. The lateness at all calls of a training step is added up. If the
+    program records no steps, the lateness at all calls of an iteration is added up. An iteration lasts from a call of
+    one kind to the next call of the same kind.
     """
     latest: dict[tuple[str, int], tuple[RankCall, float]] = {}
     sums: dict[tuple[frozenset[int], int], _CallSum] = {}

@@ -54,7 +54,7 @@ def waits_of(snapshot: JobSnapshot) -> list[CallWait]:
 
 
 def _members_of(snapshot: JobSnapshot, group: str) -> dict[int, RankState]:
-    """Returns the known members of a group by group rank, including those that its formation is waiting for."""
+    """Returns a group's known members, keyed by group rank, including members that have not joined the group yet."""
     members = {rank.seats[group].number: rank for rank in snapshot.ranks if group in rank.seats}
     by_rank = {rank.rank: rank for rank in snapshot.ranks}
     awaited = {
@@ -159,7 +159,7 @@ def _shortest_cycle(start: int, edges: Mapping[int, Sequence[int]]) -> list[int]
 
 
 def roots(waits: Sequence[CallWait], is_blocked: Mapping[int, bool]) -> list[int]:
-    """Returns ranks that keep others waiting but are not waiting themselves, most missed calls first."""
+    """Returns absent ranks that are not waiting themselves, in descending order of the number of missed calls."""
     missed = Counter(rank for wait in waits for rank in wait.absent)
     held = {rank for wait in waits if not wait.is_complete for rank in wait.waiters if is_blocked.get(rank, True)}
     return [rank for rank in sorted(missed, key=lambda rank: (-missed[rank], rank)) if rank not in held]

@@ -167,7 +167,7 @@ class JobDashboard:
 
 
 class RemoteDashboardFeed:
-    """Samples this machine's workers every second until `close`.
+    """Samples this machine's workers every second until `close` is called.
 
     Args:
         local: The activity recorded by this launcher.
@@ -215,7 +215,7 @@ class RemoteDashboardFeed:
 def encode_update(sample: JobSample, offset_s: float) -> str:
     """Encodes a sample as JSON, with times on the dashboard's clock. The size is about 2 KB per rank and second.
 
-    Phases and buckets are only included for each rank's last step, because the dashboard shows them for one step. If
+    Phases and buckets are only included for each rank's latest step, because the dashboard shows them for one step. If
     there is too much output, only the latest lines are sent.
     """
     update = RemoteSample(

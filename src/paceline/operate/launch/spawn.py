@@ -260,7 +260,7 @@ class ProcessContext:
 
 
 class SpawnWatchdog:
-    """Monitors processes until `close`, with a `watchdog` driven by the waiting thread.
+    """Monitors processes until `close` is called, with a `watchdog` driven by the waiting thread.
 
     Args:
         processes: The processes, by rank.

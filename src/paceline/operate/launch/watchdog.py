@@ -37,7 +37,7 @@ _LONGEST_PAUSE_S = 30.0  # maximum interval between snapshots that do not find a
 
 
 class Watchdog:
-    """Monitors workers until `close`.
+    """Monitors workers until `close` is called.
 
     Args:
         stall_after_s: The duration in seconds after which a call counts as stalled; 0 turns the watchdog off.
@@ -78,7 +78,7 @@ class Watchdog:
         return self._next_s if self._is_on else None
 
     def tick(self, now_s: float) -> None:
-        """Checks the workers' recordings for progress, and starts a snapshot after too long a time without progress."""
+        """Checks the workers' recordings, and starts a snapshot if there has been no progress for too long."""
         if not self._is_on or now_s < self._next_s:
             return
         self._next_s = now_s + (self._every_s if self._preparing is not None else min(_BEFORE_S, self._every_s))
@@ -118,7 +118,7 @@ class Watchdog:
             self._begin(take, is_failure=False)
 
     def start_failure_snapshot(self, is_deep: bool = False) -> None:
-        """Starts a snapshot of a failed job, even while paused, because all workers are about to exit.
+        """Starts a snapshot of a failed job, even while the watchdog is paused, because all workers are about to exit.
 
         If `is_deep`, the snapshot includes many calls per worker, as required to diagnose mismatched calls.
         """

@@ -1,6 +1,6 @@
 """StepWatch: records a script's steps with hooks on its modules, parameters, optimizers and loaders.
 
-During the first steps the forward pass of every module is watched, to find the outermost modules with parameters: a
+During the first steps, the forward pass of every module is watched to find the outermost modules with parameters: a
 `DistributedDataParallel`, or the model itself. Afterwards, only these modules are watched, and the hooks take a few
 microseconds per step plus one microsecond per parameter. `calibration_of` computes the calibration from the records.
 """
@@ -126,7 +126,7 @@ def samples_of(steps: Sequence[StepNotes]) -> float | None:
 
 @dataclass(frozen=True)
 class CoreUsage:
-    """The processor time used so far, in seconds.
+    """The CPU time used so far, in seconds.
 
     Attributes:
         at_s: the time of the measurement.
@@ -170,7 +170,7 @@ class CoreUsage:
 
 
 class StepWatch:
-    """Records the steps of this process until `close`.
+    """Records the steps of this process until `close` is called.
 
     Args:
         after_step: a function called with this object after each recorded step.

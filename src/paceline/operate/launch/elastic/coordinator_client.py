@@ -76,7 +76,7 @@ _WORDS = {
 
 
 class LauncherUnreachableError(Exception):
-    """Raised if another launcher is unreachable. `answer` is the resulting conclusion about that launcher."""
+    """Raised if another launcher is unreachable. `answer` is the result of the attempt to contact that launcher."""
 
     def __init__(self, why: str, answer: ContactResult) -> None:
         super().__init__(why)
@@ -405,7 +405,7 @@ class RunningJobAnnouncer:
         address: The rendezvous address. Its host name is resolved again for each announcement.
         secret: The job's secret.
         running: A function that returns the notice to send, or None while this launcher must not send a notice.
-        is_here: A function that returns whether this launcher coordinates the job and a given machine is connected.
+        is_here: A function that returns True if this launcher coordinates the job and a given machine is connected.
     """
 
     def __init__(

@@ -307,7 +307,7 @@ class ElasticAgent(Launcher):
             self._slots.close(set(self._members.members))
 
     def _on_end(self, end: JobEnded) -> None:
-        """Stops workers that are still running because their loops are incomplete or the job has failed."""
+        """Ends workers whose training loops are incomplete, and schedules SIGTERM for workers that do not exit in time."""
         self._close_slots()
         if self._members is None:
             return

@@ -205,7 +205,7 @@ class ElasticController:
         policy: The settings of the rendezvous.
         options: The options of the elastic job.
         started_s: The time at which the job began.
-        successor: The machine number and the launcher's address of the next coordinator, or None.
+        successor: The next coordinator's machine number and launcher address, or None.
         identity: The identity of the job.
     """
 

@@ -132,7 +132,7 @@ class MachineState:
 
     @property
     def has_finished(self) -> bool:
-        """Whether a worker on this machine has completed its training loop, and none has failed afterwards."""
+        """Whether a worker on this machine has completed its training loop, and no worker has failed since."""
         return bool(self._finished) and not self._has_failed
 
     @property

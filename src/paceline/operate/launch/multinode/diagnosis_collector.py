@@ -280,7 +280,7 @@ class DiagnosisCollector(ControllerMiddleware):
         return []
 
     def _tell_verdict(self, verdict: Diagnosis, since_s: float) -> Orders:
-        """Returns the message with a diagnosis, or nothing if it would repeat the previous message."""
+        """Returns the message with a diagnosis, or no message if it would repeat the previous one."""
         text = self._said.tell(verdict, since_s)
         if text is None:
             return []

@@ -93,7 +93,7 @@ class JobController(Protocol):
         """Removes a node whose launcher and workers have exited."""
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
-        """Removes a node that disconnected or was silent for `silent_s` seconds. The node's workers may still run."""
+        """Removes a node that disconnected or was silent for `silent_s` seconds. Its workers may still be running."""
 
     def tick(self, now_s: float) -> Orders:
         """Carries out the work that is due at `now_s`."""
@@ -216,7 +216,7 @@ class Membership:
         return [(node, NotifyOrder(f"{len(self.members)} machines are in use; this one waits for a free place"))]
 
     def failed(self, node: str, report: WorkerFailed, now_s: float) -> Orders:
-        """Records the first failure among a node's workers; a call of `stopped` follows."""
+        """Records the first failure among a node's workers; a call to `stopped` follows."""
         if report.generation != self.generation or self.phase not in (
             MembershipPhase.RUNNING,
             MembershipPhase.STOPPING,

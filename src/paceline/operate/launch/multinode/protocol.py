@@ -319,8 +319,8 @@ class FollowResponse(_NodeMessage, frozen=True):
 
     Attributes:
         is_welcome: Whether the launcher may follow this one.
-        number: The number of the machine that this launcher follows, which may be its own; -1 if the launcher follows
-            none.
+        number: The number of the machine that this launcher follows, possibly this launcher's own machine; -1 if there
+            is none.
         address: The address of the launcher on machine `number`.
         is_stranger: Whether this launcher is not part of the job. If so, the previous launcher at this address has
             exited.

@@ -1,8 +1,8 @@
 """`RendezvousServer`: forwards reports from nodes to the controller and orders back to nodes, and detects lost nodes.
 
-A launcher that is merely starved of processor time is not considered lost (`is_starved`). If all cores are busy, a
-machine may not run its launcher for seconds. The machine's kernel still acknowledges data, unlike the kernel of a lost
-or disconnected machine.
+A launcher that is merely starved of CPU time is not considered lost (`is_starved`). If all cores are busy, a launcher
+may not run for several seconds. Its machine's kernel still acknowledges data, unlike the kernel of a lost or
+disconnected machine.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _FEWEST_REPEATED = 2  # a single retransmission may coincide with a late acknowl
 
 
 def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool:
-    """Returns True if the other launcher may merely be starved of processor time.
+    """Returns True if the other launcher may merely be starved of CPU time.
 
     Args:
-        connection: The connection to the other launcher, on which data must be sent several times per `within_s`.
+        connection: The connection to the other launcher. Data must be sent on it several times in each period of
+            `within_s`.
         silent_s: The time since the launcher's last message, in seconds.
         within_s: The time within which a reachable machine's kernel acknowledges data, in seconds.
     """
@@ -125,11 +126,11 @@ def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: floa
 
 
 class RendezvousServer:
-    """Serves the rendezvous on separate threads until `close`.
+    """Serves the rendezvous on separate threads until `close` is called.
 
     One thread serves the nodes, and a second thread sends heartbeats. On a busy machine, the diagnosis of a failure may
-    occupy the serving thread for seconds. Without heartbeats from the second thread, the nodes would then consider the
-    rendezvous lost.
+    occupy the serving thread for several seconds. Without heartbeats from the second thread, the nodes would then
+    consider the rendezvous lost.
 
     Args:
         listener: The listener that accepts connections; ownership passes to this object.

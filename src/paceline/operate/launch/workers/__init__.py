@@ -1,4 +1,4 @@
-"""Worker processes on one machine: their start, environment, output and exit.
+"""Worker processes on one machine: their startup, environment, output and exit.
 
 `forker.py` starts the processes, usually by forking `template.py`. `bootstrap.py` runs first in each worker, and
 `cleanup.py` ensures that no process outlives the launcher.

@@ -1,7 +1,7 @@
 """Entry program for each worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec] SCRIPT ARGS...`.
 
 The program runs the script like `python SCRIPT`, and announces an uncaught exception to the launcher. If the launcher
-dies, the worker is killed as well. To keep every worker's start fast, nothing is imported from the package.
+dies, the worker is killed as well. To keep the startup of workers fast, nothing is imported from the package.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _join_cgroup(directory: str | None) -> None:
 
 
 def _record_exit(path: str) -> None:
-    """Records in the last exit handler that the script has ended, because the script does not cause later crashes."""
+    """Records in the last exit handler that the script has ended, because later crashes are not the script's fault."""
     import atexit
     from os import getpid  # the script may have redefined `os`, because it shares this namespace
 

@@ -10,10 +10,10 @@ cgroup version 2 and delegation to the user: by a systemd user manager, in a con
 - A worker's processes are in the worker's session.
 - The launcher adopts orphans, and kills them before it exits normally.
 
-If the launcher is killed, guards kill the job's processes instead. Guards are processes that were forked early and hold
-the read end of a pipe, which closes when the launcher dies. They do not kill whole process trees, because a process
-tree may contain processes of other users. There are several guards in case one of them is killed just before the
-launcher.
+If the launcher is killed, guards kill the job's processes instead. Guards are processes that were forked early. Each
+one reads from a pipe whose write end is closed when the launcher dies. Guards do not kill whole process trees, because
+a process tree may contain processes of other users. There are several guards in case one of them is killed just before
+the launcher.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def kill_group(leader: int, number: int) -> None:
 
 
 def marked(mark: str) -> list[int]:
-    """Returns this user's running processes whose environment contained `mark` at their start."""
+    """Returns this user's running processes whose environment contained `mark` when they started."""
     entry = f"{MARK}={mark}".encode()
     found = []
     for pid in _all_pids():
@@ -290,7 +290,7 @@ class Cleanup:
         kill_orphans([*self._others, *self._guard.pids])
 
     def end_worker(self, name: str, worker: int, others: Iterable[int]) -> None:
-        """Kills the remaining processes of one exited worker marked with `name`. The workers `others` still run."""
+        """Kills the remaining processes of one exited worker marked with `name`. `others` are the running workers."""
         self._guard.forget()
         for other in others:
             self._guard.watch(other)

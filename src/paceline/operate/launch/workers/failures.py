@@ -27,8 +27,8 @@ from paceline.errors import STARTERS, is_user_file
 from paceline.operate.launch.workers.placement import format_cpulist
 
 _PIPE_NAME = "alarm"
-# Errors caused by another rank's failure: Paceline's own errors, and the errors of gloo, NCCL and sockets for a lost
-# peer.
+# Errors caused by another rank's failure: Paceline's own errors, and the errors that gloo, NCCL and sockets raise for a
+# lost peer.
 _CONSEQUENCES = {
     "PeerLostError",
     "CollectiveTimeoutError",

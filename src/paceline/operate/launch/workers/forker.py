@@ -234,7 +234,7 @@ class Forker:
         request.on_start(pid)
 
     def _give_up_imports(self, reason: str) -> None:
-        """Continues without the user's modules or, if there are none, without forks."""
+        """Continues without the user's modules or, if there are none, without forking."""
         asked, self._preload = self._preload, ()
         if asked:
             reason += f", so --preload {','.join(asked)} is ignored"

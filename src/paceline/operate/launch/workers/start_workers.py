@@ -1,4 +1,4 @@
-"""Start of a generation's workers on this machine: their ranks, variables, streams, cores and processes.
+"""Startup of a generation's workers on this machine: their ranks, variables, streams, cores and processes.
 
 `modules_to_fork` decides whether a worker is a new interpreter, or a fork of a template process that has finished its
 imports. `describe_plan` prints the workers for `--dry-run` in lines that can be pasted into a shell.

@@ -322,7 +322,7 @@ def _total() -> int:
 
 
 class _KernelLog:
-    """Processes reported as killed in the kernel log since this object's creation, if this user may read the log."""
+    """The processes that the kernel log reports as killed since this object was created, if the log is readable."""
 
     def __init__(self, path: str) -> None:
         self._fd = -1
