@@ -345,7 +345,7 @@ def _job(directory: Path) -> dict[str, Any]:
 
 
 def _events(directory: Path, ended_s: float, now_s: float) -> Iterator[JobEvent]:
-    """Yields the launcher's events. `now_s` (job's clock) and `ended_s` (time of day) are the same instant."""
+    """Yields the launcher's events. `now_s` (on the job's clock) and `ended_s` (time of day) are the same instant."""
     for path in files_of_job(directory, EVENTS_FILE):
         formatter = EventFormatter()
         for text in path.read_text(errors="replace").splitlines():

@@ -42,7 +42,7 @@ def span_of(matched: Sequence[Mapping[int, RankCall]]) -> float:
 class MismatchKind(Enum):
     """The way in which a rank's calls deviate from those of the other ranks."""
 
-    SKIPPED = "skipped, or made later"  # if the call fails immediately, the two cannot be distinguished
+    SKIPPED = "skipped, or made later"  # if the call fails immediately, these two cases cannot be distinguished
     ORDER = "another order"
     TWICE = "called twice"
     SKIPPED_OR_TWICE = "skipped or called twice"

@@ -23,7 +23,7 @@ _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrie
 
 @dataclass(frozen=True)
 class Offset:
-    """Nanoseconds by which another machine's CLOCK_MONOTONIC is ahead of this one's, with its error bound at `at_ns`."""
+    """Nanoseconds by which another machine's CLOCK_MONOTONIC is ahead of this one's, and the error bound at `at_ns`."""
 
     offset_ns: int
     error_ns: int

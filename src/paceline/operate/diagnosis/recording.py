@@ -195,7 +195,7 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """A span or an instant. The start and end of an instant are equal.
+    """A span or an instant. For an instant, the start and the end are equal.
 
     Attributes:
         end_ns: the end of the span; None until it has ended.

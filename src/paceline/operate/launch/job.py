@@ -74,7 +74,7 @@ class RendezvousOptions:
     address: tuple[str, int] | None = None
     is_static: bool = False
     node_rank: int | None = None
-    serves: bool | None = None  # if None, this machine hosts the rendezvous if the address is its own
+    serves: bool | None = None  # None: this machine hosts the rendezvous if the address is its own
     local_address: str | None = None
     join_timeout_s: float = 600.0
     last_call_s: float = 0.5

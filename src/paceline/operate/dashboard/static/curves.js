@@ -1,4 +1,4 @@
-// Charts of logged values, one for each name: the mean over the ranks in front of their range.
+// Charts of logged values, one chart per name. Each chart shows the mean over the ranks on top of their range.
 
 import { byId, color, element, empty, fill, setText } from "./dom.js";
 import { short } from "./format.js";

@@ -307,7 +307,7 @@ class ElasticAgent(Launcher):
             self._slots.close(set(self._members.members))
 
     def _on_end(self, end: JobEnded) -> None:
-        """Ends workers whose training loops are incomplete, and schedules SIGTERM for workers that do not exit in time."""
+        """Ends the workers whose training loops are incomplete; later sends SIGTERM to all that are still running."""
         self._close_slots()
         if self._members is None:
             return

@@ -330,7 +330,7 @@ class DiagnosisCollector(ControllerMiddleware):
         verdict = self._verdict({**seen, **self._last}, now_s) if seen or (self._last and end.failures) else None
         if verdict is None:
             verdict = held.verdict if held is not None else self._explained
-        # Without a reported failure, the job ended because a node was lost. A rank that failed earlier is still
+        # If no failure was reported, the job ended because a node was lost. A rank that failed earlier is still
         # reported.
         if verdict is None or not (verdict.is_failure or (verdict.is_fault and end.failures)):
             return []

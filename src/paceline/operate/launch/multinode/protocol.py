@@ -35,7 +35,7 @@ class JoinJob(_NodeMessage, frozen=True, tag="Join"):
     """Report: a node requests to join the job.
 
     The tags of `JoinJob` and `JobEnded` never change. A launcher with a different version can therefore be informed of
-    the reason why it is refused.
+    the reason for its refusal.
 
     Attributes:
         host: The node's host name.
@@ -110,7 +110,7 @@ class NodeStopped(_NodeMessage, frozen=True):
 
 
 class ExitNotice(_NodeMessage, frozen=True):
-    """Elastic report: the node's launcher exits soon.
+    """Elastic report: the node's launcher is about to exit.
 
     Once the node's workers have exited, the launcher leaves the job or hands over the coordination.
     """

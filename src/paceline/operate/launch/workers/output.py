@@ -224,7 +224,7 @@ class OutputStream:
 
 
 def only_with(words: Sequence[str], write: Write) -> Write:
-    """Returns a function that only forwards lines that contain one of `words`."""
+    """Returns a function that forwards only lines with one of `words`."""
     encoded = [word.encode() for word in words]
 
     def filtered(lines: bytes) -> None:
