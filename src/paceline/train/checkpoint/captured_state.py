@@ -75,7 +75,7 @@ class CapturedState:
         offered: the tensor regions of a divided model that other ranks may also have.
         values: the plain values that are the same on every rank, or that only this rank has.
         objects: the objects that are compared between ranks, and saved separately for each rank if they differ.
-        layers: the names of this rank's layers and the total number of layers, for each pipeline by name.
+        layers: the names of this rank's layers and the total number of layers, by pipeline name.
     """
 
     is_first: bool = True
@@ -145,7 +145,7 @@ def whole_of(name: str, tensor: torch.Tensor) -> LocalRegion:
 
 
 def cut(held: LocalRegion, start: int, stop: int) -> list[LocalRegion]:
-    """Returns the regions that make up bytes `start` to `stop` of a region. Both are multiples of the element size."""
+    """Returns the regions that make up bytes `start` to `stop` of a region, both multiples of the element size."""
     if (start, stop) == (0, held.nbytes):
         return [held]
     size = held.nbytes // count(held.region)

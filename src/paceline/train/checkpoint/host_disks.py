@@ -1,7 +1,7 @@
 """Checkpoints on disks that hosts do not share. Each host stores its own ranks' files and a manifest of all files.
 
 `found_disks` finds the ranks that access the same directory, `begin` begins a checkpoint on every disk, and
-`newest_spread` finds the newest checkpoint whose files are each on the disk of some rank.
+`newest_spread` finds the newest checkpoint for which each file is on the disk of at least one rank.
 """
 
 from __future__ import annotations

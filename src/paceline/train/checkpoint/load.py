@@ -74,7 +74,7 @@ def load(
         group: the ranks that load, or None for the default group. A process without a group loads alone. Default: None.
         shared: whether all ranks share the disk. If False, each rank reads the files on its own disk, and fetches all
             other files from ranks that can read them. A checkpoint is complete if each of its files is on the disk of
-            some rank. Default: True.
+            at least one rank. Default: True.
 
     Returns:
         The step with which the checkpoint was saved, or None if it was saved without a step.

@@ -323,7 +323,7 @@ class CheckpointManager:
 
 
 class EndingSignals:
-    """On the first SIGTERM, requests that the loop stop after the step.
+    """On the first SIGTERM, requests that the training loop stop after the current step.
 
     A second SIGTERM terminates the process immediately.
     """

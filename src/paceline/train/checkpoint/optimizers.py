@@ -183,7 +183,7 @@ def _add_groups(name: str, groups: list[dict[str, Any]], into: CapturedState, nu
 
 
 def _offer(name: str, value: object, layout: ShardLayout, into: CapturedState) -> None:
-    """Adds an optimizer value that belongs to a parameter divided among ranks, or present only on some of them."""
+    """Adds an optimizer value for a parameter that is divided among ranks or exists only on some of the ranks."""
     for full, tensor in into.add_values(name, value).items():
         is_divided = layout.applies_to(tensor, full)
         for region in layout.local_regions(full, tensor) if is_divided else [whole_of(full, tensor.detach())]:
@@ -216,7 +216,7 @@ def own_groups(
 def own_state_dict(
     name: str, found: Mapping[str, Any], optimizer: Optimizer, numbering: Numbering | None
 ) -> dict[str, Any]:
-    """Returns this rank's part of the `state_dict` of a whole model's optimizer.
+    """Returns this rank's part of a `state_dict` from the optimizer of the whole model.
 
     Raises:
         CheckpointError: the `state_dict` belongs to another model's optimizer.

@@ -51,7 +51,7 @@ class _ReplicationReport:
     """A rank's report to the others before a replication.
 
     Attributes:
-        root: this rank's path of the checkpoint directory.
+        root: the path of the checkpoint directory on this rank.
         location: the cache of this rank's launcher, or None if it cannot be reached.
         whole: the sequence number and token of the newest checkpoint that, according to this rank, all caches have.
         why: the reason why `location` is None.
@@ -119,7 +119,7 @@ class PeerCopies:
         return partial(self._replicate, replication, channels)
 
     def _replicate(self, replication: Replication, channels: tuple[RankChannel, RankChannel]) -> None:
-        """Replicates a checkpoint. Only prints errors, because the checkpoint on disk does not depend on replicas."""
+        """Replicates a checkpoint. Prints errors instead of raising them, because the checkpoint on disk is intact."""
         try:
             replicate_checkpoint(replication, channels, dial)
         except _UNREACHABLE as error:
@@ -152,7 +152,7 @@ class PeerCopies:
     def restore(
         self, state: TrainingState, channel: CollectiveChannel, newest_on_disk: Callable[[], int]
     ) -> LoadResult | None:
-        """Loads the newest complete checkpoint in memory, unless the disk has a newer one; every rank calls this.
+        """Loads the newest complete replica, unless a newer checkpoint is on disk; every rank calls this.
 
         Args:
             newest_on_disk: a function that returns the sequence number of the newest complete checkpoint on disk. Every

@@ -1,8 +1,8 @@
-"""Conversion of states between nested containers of tensors and the plain values and bytes of a checkpoint.
+"""Converts nested containers of tensors to the plain values and bytes that a checkpoint holds, and back.
 
 `take_apart` separates the tensors in a tree from its plain values, and `put_together` is the inverse. A checkpoint
-holds plain values of a few types. Instances of subclasses, such as a Counter, are saved as the plain type. On loading,
-`with_classes_of` takes their classes from the state to be restored.
+holds plain values of only a few types, so an instance of a subclass, such as Counter, is saved as the plain type. On
+loading, `with_classes_of` converts it to the class that it has in the state to be restored.
 """
 
 from __future__ import annotations

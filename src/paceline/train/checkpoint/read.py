@@ -2,8 +2,8 @@
 
 A `LoadPlan` collects a rank's requests and the memory for their results. `fill` reads from a disk that all ranks share.
 Regions requested by all ranks are read once and broadcast, and each rank reads its other regions itself. `fetch` reads
-from the disks of several hosts. Each rank reads the files on its own disk, and receives the rest from ranks that can
-read the other files.
+from the disks of several hosts. Each rank reads the files on its own disk, and receives data in other files from ranks
+that can read them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LoadPlan:
         return {full[len(name) + 1 :]: full for full in self._names[first:stop]}
 
     def has(self, name: str) -> bool:
-        """Returns True if the checkpoint has a tensor or value with this name, or with a name within it."""
+        """Returns True if the checkpoint has a tensor or value with this name or within this name."""
         return any(full in self.tensors or full in self.values for full in self._candidates(name)) or bool(
             self.names_below(name)
         )

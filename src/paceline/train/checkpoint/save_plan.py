@@ -58,7 +58,7 @@ class RankReport:
         offered: the tensor regions that several ranks may have.
         nbytes: the number of bytes that only this rank has.
         objects: the digests of objects that may differ between ranks, by name.
-        layers: the names of the rank's layers and the total number of layers, for each pipeline by name.
+        layers: the names of the rank's layers and the total number of layers, by pipeline name.
     """
 
     fault: str | None

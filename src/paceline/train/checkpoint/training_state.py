@@ -150,7 +150,7 @@ def module_of(value: object) -> nn.Module | None:
 
 
 def keys_in_whole(module: nn.Module) -> Set[str]:
-    """Returns the keys of a module's `state_dict`, or of the undivided model's if the module is a `Pipeline`."""
+    """Returns the `state_dict` keys of a module, or of the undivided model if the module is a `Pipeline`."""
     return module.whole.keys if isinstance(module, Pipeline) else module.state_dict(keep_vars=True).keys()
 
 

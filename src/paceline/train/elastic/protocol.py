@@ -8,7 +8,7 @@ A worker that joins while others train is a *receiver* until it has caught up wi
 take a snapshot of the state for the receiver at the beginning of a batch. Such a *transfer* takes its number from the
 same sequence as the views (`state_transfer/`).
 
-A worker and its launcher exchange one JSON object in each datagram of a socket pair. Between launchers, the same
+A worker and its launcher exchange JSON objects, one per datagram, over a socket pair. Between launchers, the same
 structs are sent inside the frames of `operate/launch/multinode/protocol.py`.
 """
 
@@ -198,7 +198,7 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         dead: The members of `views` whose death was confirmed.
         ended: The numbers of the machines whose launchers and workers have exited.
         peers: The machines with their launchers' addresses.
-        transfers: The last transfer to each receiver that may not have caught up.
+        transfers: The last transfer to each receiver that may not have caught up yet.
         job: An identifier that distinguishes this job from all others.
     """
 
@@ -318,7 +318,7 @@ def merge_job_states(parts: Iterable[ReplicatedJobState]) -> ReplicatedJobState:
 
 
 def _open_transfers(transfers: Iterable[StateTransfer], members: Iterable[str]) -> tuple[StateTransfer, ...]:
-    """Returns the last transfer to each receiver, except to members, whose transfers have completed."""
+    """Returns the latest transfer to each receiver that is not a member. Transfers to members have completed."""
     latest = {transfer.receiver: transfer for transfer in sorted(transfers, key=lambda transfer: transfer.number)}
     kept = [transfer for transfer in latest.values() if transfer.receiver not in members]
     return tuple(sorted(kept, key=lambda transfer: transfer.number)[-_MOST_TRANSFERS:])

@@ -3,7 +3,7 @@
 The `.metadata` file is a pickle, which is read without running code. Only the names of torch's metadata classes and
 their members are accepted. Instances of these classes become records instead of torch objects, so metadata from any
 version of torch can be read with any other version. Every name and number is checked before it is used. The blocks of a
-tensor must cover the tensor exactly once, and no path may lead into another value.
+tensor must cover the tensor exactly once, and no path may extend the path of another value.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _KNOWN: dict[Global, Make] = {
     Global("torch", "Size"): lambda _, args: args[0] if args else (),  # called with one tuple as its argument
     Global("torch.serialization", "_get_layout"): PickledRecord,
     Global("collections", "OrderedDict"): lambda *_: {},
-    # Some versions of Python pickle enumeration members as calls of getattr.
+    # Some versions of Python pickle enumeration members as calls to getattr.
     Global("builtins", "getattr"): lambda _, args: args[-1] if args else None,
     Global("builtins", "set"): PickledRecord,
 }  # fmt: skip

@@ -66,12 +66,12 @@ Make = Callable[[Global, tuple[object, ...]], object]
 
 
 def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callable[[PickledRecord], object]) -> object:
-    """Returns the content of a pickle with protocol 2 or later, with records in place of objects.
+    """Returns the content of a pickle (protocol 2 or later), with records in place of objects.
 
     Args:
         data: the pickle.
-        known: a function that maps a name to the factory for its calls, such as `PickledRecord`, or to None to reject
-            the name.
+        known: a function that maps a name to the factory that replaces it in calls, such as `PickledRecord`, or to None
+            to reject the name.
         key_of: a function that converts a record used as a key to a scalar or a flat tuple of scalars.
 
     Raises:

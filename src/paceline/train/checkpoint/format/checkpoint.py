@@ -233,7 +233,7 @@ class Checkpoint:
 
 
 class _Blocks:
-    """Reads the blocks of one piece in order. Caches the last block of which only a part was needed."""
+    """Reads the blocks of one piece in order. Caches a block if only a part of it is needed."""
 
     def __init__(self, checkpoint: Checkpoint, tensor: str, piece: Piece, nbytes: int) -> None:
         self._checkpoint, self._tensor, self._piece = checkpoint, tensor, piece

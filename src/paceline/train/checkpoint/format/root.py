@@ -68,12 +68,12 @@ class Root:
         Args:
             step: the training step, which becomes part of the name, or None. Default: None.
             nbytes: the number of bytes that all ranks will write here, which is compared with the free space, or None
-                if it is unknown. Default: None.
+                if the number is unknown. Default: None.
             unique: whether to choose a name that is unique on all hosts, for disks that hosts do not share. The first
                 rank on every other host must then call `join`. Default: False.
             sequence: the sequence number, which must be at least the largest `next_sequence` on any host, or None to
                 use the larger of `least_sequence` and this host's `next_sequence`. Default: None.
-            least_sequence: the minimum of the sequence number that is chosen if `sequence` is None. Default: 0.
+            least_sequence: the smallest sequence number that may be chosen if `sequence` is None. Default: 0.
 
         Raises:
             CheckpointError: the directory cannot be created, or there is too little free space.
@@ -153,8 +153,8 @@ class Root:
         """Removes all but the `keep` newest complete checkpoints; returns the names of the removed ones.
 
         The following are also kept: the checkpoint named in `latest`, checkpoints that are being read, checkpoints
-        whose unreadable manifest may have a newer version, damaged checkpoints newer than the oldest one to keep, and
-        directories that no save created. If no checkpoint is complete, none is removed.
+        whose manifest is unreadable and may be in a newer format, damaged checkpoints newer than the oldest kept one,
+        and directories that no save created. If no checkpoint is complete, none is removed.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1")
@@ -269,7 +269,7 @@ def point_to(storage: Storage, draft: Draft) -> None:
 
 
 def _to_keep(listings: list[Listing], keep: int) -> set[str]:
-    """Returns the names of the `keep` newest intact checkpoints and of damaged ones newer than the oldest of them."""
+    """Returns the names of the `keep` newest intact checkpoints and of damaged ones newer than the oldest of these."""
     whole = [listing for listing in listings if listing.fault is None][:keep]
     if not whole:
         return set()

@@ -1,7 +1,7 @@
 """Headers of safetensors files: an 8-byte length, followed by JSON that maps tensors to byte ranges.
 
 See https://github.com/huggingface/safetensors#format. The safetensors package is not used for headers, because files
-are written as streams: each block is digested as it is written, and the file is made durable at the end.
+are written as streams: each block is hashed as it is written, and the file is made durable at the end.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class InputFile(Protocol):
         """Returns the file's size in bytes."""
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fills a buffer from an offset. Returns the number of bytes read, less than requested only at end of file."""
+        """Reads bytes from an offset into a buffer; returns their number, less than requested only at end of file."""
 
     def close(self) -> None:
         """Closes the file. Idempotent."""

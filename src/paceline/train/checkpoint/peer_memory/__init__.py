@@ -7,6 +7,6 @@ disk.
 
 May use: `checkpoint.format`, `checkpoint.rank_results`, `store`, `one_port`, `security`, `elastic.failpoints` and
 `elastic.process_priority`; never torch, because launchers import this package. Start reading at `cache.py`, which
-manages the memory, and `replicate.py`, which defines the sequence of a replication. `server.py` is the launcher's end
-of a connection, and `client.py` is the worker's end.
+manages the memory, and `replicate.py`, which defines the steps of a replication. `server.py` is the launcher's end of a
+connection, and `client.py` is the worker's end.
 """

@@ -74,7 +74,7 @@ class Replication:
     """One rank's part of a checkpoint, and the caches to which it is replicated.
 
     Attributes:
-        root: rank 0's path of the checkpoint directory on disk.
+        root: the path of the checkpoint directory on rank 0.
         draft: the checkpoint that is being written.
         keep: the token of the previous complete checkpoint, which caches keep during the replication, or None.
         pieces: the regions that this rank writes.

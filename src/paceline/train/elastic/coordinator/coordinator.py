@@ -9,13 +9,13 @@ listed in the order in which they are applied:
    quorum is needed, and the job ends when all members have finished and exited.
 2. The first view is issued when all workers are ready, or some time after enough workers are ready.
 3. A forced view is issued when a member is absent (it has exited, is stalled, or is on an unreachable machine), or when
-   connections broke and no death explained this within `break_patience_s`. The forced view contains the remaining
-   members of the base and the newcomers that have the state, and it requires a quorum.
+   connections have broken and no death has explained this within `break_patience_s`. The forced view contains the
+   remaining members of the base and the newcomers that have the state, and it requires a quorum.
 
    If no worker with the state is left, the coordinator waits for members that may return. It also gives newcomers time
    to report that they have the state; newcomers report this when their connections break. If no worker with the state
-   is found, the job restarts from the beginning if no round can have been committed. Otherwise, the state is lost and
-   the job ends.
+   is found and no round can have been committed, the job restarts from the beginning. If a round may have been
+   committed, the state is lost and the job ends.
 
    A stopped member is killed once the other members continue without it, so that it cannot resume training with them.
    The last worker with the state is never killed, regardless of how long it is stopped.
@@ -185,7 +185,7 @@ class Coordinator:
         return self._job.views.latest is None
 
     def machine_knows(self, machine: str, generation: int, now_s: float) -> CoordinatorOrders:
-        """Records that the machine's launcher has confirmed the replicated state with views up to `generation`."""
+        """Records that the machine's launcher has stored the replicated state with views up to `generation`."""
         found = self._registry.machines.get(machine)
         if found is not None:
             found.known = max(found.known, generation)
@@ -194,7 +194,7 @@ class Coordinator:
     def machine_joined(
         self, machine: str, host: str, slots: int, now_s: float, address: str = "", store: str = ""
     ) -> CoordinatorOrders:
-        """Adds a machine that will keep `slots` workers running after a `StartOrder`, or a reconnected machine.
+        """Adds a new or reconnected machine, which keeps `slots` workers running once it has received a `StartOrder`.
 
         The caller must then report each running worker with `worker_started` and finally call `machine_listed`.
         """

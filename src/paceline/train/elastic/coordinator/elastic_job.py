@@ -122,7 +122,7 @@ class ElasticJob:
         is_shared: Whether other launchers may have to take over as coordinator.
         withheld: The recipients of the latest view, or None once enough launchers have stored the view.
         lacks_quorum: Whether the job is waiting for members without which it must not continue.
-        transfers: The transfers of an earlier coordinator to receivers that have not reported yet, by receiver.
+        transfers: An earlier coordinator's transfers to receivers that have not reported yet, by receiver.
         transfer_offers: The senders' replies, by transfer and sender.
         must_move: Whether the members must change to another store, because the store of the latest view is about to
             close.

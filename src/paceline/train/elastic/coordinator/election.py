@@ -13,8 +13,8 @@ enter it. The view is passed on to the members only after launchers with a quoru
 launcher has reported the view, the other coordinator also needs a quorum of the view. If not, the launcher began to
 follow the other coordinator before it received the view. In that case, the launcher does not pass the view on, so the
 view cannot be completed. Dead workers do not count, because a launcher that has recorded a death also has the views
-that the dead worker could have entered. For this reason, a launcher records the exit of another launcher only if the
-two were connected until the exit and the first has read everything that the other sent.
+that the dead worker could have entered. For this reason, a launcher records another launcher's exit only if the two
+were connected until the exit and it has read everything that the other launcher sent.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class CoordinatorSearch:
         Args:
             number: The machine number.
             answer: The result of the attempt.
-            elsewhere: The number of the machine that the launcher on `number` follows, or None.
+            elsewhere: The number of the machine that the launcher on machine `number` follows, or None.
 
         Returns:
             Whether the result proves that the lost coordinator on machine `number` has exited, and that this launcher

@@ -30,7 +30,7 @@ from paceline.train.elastic.protocol import (
 
 _STANDS_S = 1.0  # time after which the others must follow the successor even if it is not a candidate yet
 _UNFIT_S = 10.0  # time for which a machine is excluded as successor after members failed to reach its store
-_SETTLES_S = 5.0  # time for members to enter the last view after the last worker on this machine has exited
+_SETTLES_S = 5.0  # time for members to enter the latest view after the last worker on this machine has exited
 
 
 def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
@@ -114,8 +114,8 @@ class CoordinatorHandover:
         home: The coordinator's machine.
         store: The store that the members use for their rendezvous before the handover.
         successor: The next coordinator's machine, or None if there is no candidate.
-        unfit_s: The time until which a machine is not considered because some members could not reach its store, by
-            machine.
+        unfit_s: For each machine whose store some members could not reach, the time until which the machine is not
+            considered.
         empty_s: The time at which the last worker on the coordinator's machine exited, or None.
         ordered_s: The time at which the successor was ordered to stand, or None.
         is_over: Whether the other machines have been ordered to follow the successor.
@@ -185,7 +185,7 @@ def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: floa
 
 
 def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
-    """Returns the orders that complete the handover, or None until the successor is a candidate or is late."""
+    """Returns the orders that complete the handover, or None if the successor is neither a candidate nor late yet."""
     successor = retirement.successor
     assert successor is not None
     stands = not successor.is_reachable or successor.has_left  # a successor disconnects before its candidacy

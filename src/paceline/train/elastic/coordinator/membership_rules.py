@@ -73,7 +73,7 @@ def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerReco
 
 
 def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
-    """Returns the order that ends the job, after all finished workers have exited.
+    """Returns the order that ends the job once all finished workers have exited.
 
     If a worker was killed after its loop but another worker completed, the job has succeeded, because all workers have
     the same state.
@@ -309,7 +309,7 @@ def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
 
 
 def refuse_worker(job: ElasticJob, worker: WorkerRecord, expected: str) -> None:
-    """Dismisses a worker whose results would differ from the others', and stops replacements on its machine."""
+    """Dismisses a worker whose results would differ from the others', and stops replacing workers on its machine."""
     host = worker.machine.host
     reason = f"worker {worker.uid} on {host} has {worker.fingerprint!r}, and the job's members have {expected!r}"
     reason = f"{reason}: their results would differ in bits"

@@ -30,7 +30,7 @@ class Views:
         base: The base view (see above); `base_team` contains its members.
         latest: The latest view (see above); `team` contains its members.
         is_complete: Whether all members of the latest view have entered it.
-        has_begun: Whether all members of any view have entered it. Before that, no round can have been committed.
+        has_begun: Whether any view has been entered by all its members. Before that, no round can have been committed.
         since_complete: The last view that all members have entered, and the views issued since.
         completed: The generation of the last view that all members have entered, or 0.
         store: The store that members of future views use for their rendezvous.

@@ -7,6 +7,6 @@ results in place of computed ones, until it has caught up and a planned view adm
 cannot use logged results. In that case, the log contains the optimizer steps (`optimizer_steps.py`), which the receiver
 repeats before its loop begins. `transfer_protocol.py` defines the messages.
 
-May use: security, one_port, store and group, and from elastic the state, the agreement, the messages and the
-failpoints. Start reading at `receiver.py`, then `sender.py`.
+May use: security, one_port, store and group, and the state, agreement, messages and failpoints of `elastic`. Start
+reading at `receiver.py`, then `sender.py`.
 """

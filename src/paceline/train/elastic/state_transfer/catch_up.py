@@ -94,7 +94,7 @@ class RemoteLog:
         on_near: A function that is called with the round number once the receiver can be admitted.
         check: A function that is called during waits, and may raise an error.
         may_come: A function that returns whether a receiver that has caught up may be admitted. It is called until it
-            returns True. Default: always True.
+            returns True. Default: a function that returns True.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class RemoteLog:
         return item, values
 
     def was_left_out(self) -> None:
-        """Records that the receiver was not admitted, and must report again when it is near."""
+        """Records that the receiver was not admitted, and must report again when it can be admitted."""
         self._is_near = False
 
     def close(self) -> None:
@@ -238,7 +238,9 @@ _ENDING_S = 1.0  # time for which a receiver without senders waits for the messa
 
 
 class CatchUp:
-    """The base class of both kinds of catch-up. Reports that the receiver is near, and enters the admitting view.
+    """The base class of both kinds of catch-up.
+
+    Reports that the receiver can be admitted, and enters the view that admits it.
 
     Args:
         connection: The worker's connection to its launcher.
@@ -436,10 +438,10 @@ class OptimizerCatchUp(CatchUp):
         return is_compared or time.monotonic() - self._caught_up_s > _COMPARING_S
 
     def _until_next_view(self, *, or_near: bool = False) -> ViewEntered | None:
-        """Repeats the steps before the members' next view; if `or_near`, returns None as soon as this worker is near.
+        """Repeats the steps before the members' next view; if `or_near`, returns None once this worker can be admitted.
 
-        Once this worker is near, the members wait in their next view until this worker has repeated the last step
-        before that view. This worker must then run at normal priority.
+        Once this worker can be admitted, it must run at normal priority, because the members wait in their next view
+        until this worker has repeated the last step before that view.
         """
         while not (or_near and self._replay.is_near):
             self._check()

@@ -116,7 +116,7 @@ class StateReceiver:
         thread.start()
 
     def _run(self, offer: TransferOffer) -> None:
-        """Receives chunks from one sender until none is left or the sender fails."""
+        """Receives chunks from one sender until no chunk is left or the sender fails."""
         lower_thread_priority()
         try:
             connection = self._connect(offer)
@@ -255,7 +255,7 @@ class ViewAdmission:
                 self.has_failed(may_learn=True)
 
     def _news(self, after: int) -> list[View | ExitRequest | TransferOffer]:
-        """Returns the answer, or the offers of a transfer that is newer than the last one."""
+        """Returns the view or the order to exit, or the offers of a transfer that is newer than the previous one."""
         answer = self._answer(after)
         return (
             [answer]

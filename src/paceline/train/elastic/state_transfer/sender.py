@@ -137,7 +137,7 @@ class Snapshot:
     def _fork(self, served: ServedSnapshot) -> None:
         parent = os.getpid()
         with warnings.catch_warnings():
-            # Python warns about forks with threads; see `snapshot_server.py`
+            # Python warns about forking a process that has threads; see `snapshot_server.py`
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:

@@ -1,7 +1,7 @@
 """The sender's forked child, which serves its snapshot and the sender's log to one receiver.
 
 The child is forked from a process with threads, so it must not use anything that another thread may have left in an
-inconsistent state, such as torch or the group. Of the inherited descriptors, the child uses only its own.
+inconsistent state, such as torch or the group. The child closes all inherited descriptors that it does not need.
 
 The log contains the results of the rounds after the snapshot, in an anonymous memory file. The sender appends items
 without waiting, and the child determines the amount of data from the file size. The child frees the memory of results
@@ -246,7 +246,7 @@ def serve_in_child(served: ServedSnapshot, sender_pid: int) -> NoReturn:
 
 
 def _keep_only(descriptors: Sequence[int]) -> None:
-    """Closes all other descriptors, and redirects the standard streams to /dev/null."""
+    """Closes all descriptors except `descriptors`, and redirects the standard streams to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         if standard not in descriptors:
@@ -293,11 +293,10 @@ class SnapshotServer:
         self._passed = 0, 0  # the receiver's round, and its number of steps in that round
 
     def run(self) -> None:
-        """Answers requests until the receiver or the sender disconnects, at low priority until the receiver has almost
-        caught up.
+        """Answers requests until the receiver or the sender disconnects.
 
-        Once the receiver is near, the members may already be in the next view, and wait until the receiver has the last
-        result before that view.
+        The child runs at low priority only until the receiver has almost caught up. After that, the members may already
+        be in the next view, where they wait until the receiver has the last result before that view.
 
         Raises:
             BrokenTransferError, OSError: The receiver or the sender has disconnected.

@@ -103,7 +103,7 @@ class ChunkLayout:
 
 CHANNEL = "transfer"  # the name of the channel in the handshake
 CHUNK_BYTES = 4 << 20
-NEAR = 1  # maximum number of missing results of a receiver that has caught up
+NEAR = 1  # maximum number of results still missing on a receiver that has caught up
 REQUEST = struct.Struct("<QQQQ")  # a RequestKind and three numbers
 FRAME = struct.Struct("<QQ")
 _LARGEST_HEAD = 1 << 30
@@ -113,7 +113,7 @@ class RequestKind(IntEnum):
     """The kinds of requests, each with up to three numbers."""
 
     CHUNK = 1  # (number): requests a chunk
-    ITEM = 2  # (round, generation, steps): requests the next log item of the round after this view and these steps
+    ITEM = 2  # (round, generation, steps): requests the round's next log item after this view and these steps
     FORGET = 3  # (round, -, steps): reports that the receiver has all earlier rounds and these steps; has no response
 
 
@@ -170,7 +170,7 @@ class RoundResult(_FrameHead, frozen=True):
 
 
 class OptimizerStep(_FrameHead, frozen=True):
-    """An optimizer step in a DDP loop that is about to be performed.
+    """An optimizer step that a DDP loop is about to perform.
 
     Attributes:
         round: The next round.

@@ -166,10 +166,10 @@ class ElasticState:
         model: The `LogicalShards` or `DistributedDataParallel` that wraps the model, or a `DiLoCo`.
         on_view: A function that is called with a `ViewChange` at the beginning of the first batch after workers have
             joined or left. The argument is the same on every worker, so the function may change learning rates.
-        replays: Whether a joining worker catches up while the others train. In a loop of `LogicalShards`, it runs the
+        replays: Whether a joining worker catches up while the others train. In a loop with `LogicalShards`, it runs the
             loop with the others' results. In a DDP loop, it repeats the others' optimizer steps before its own loop. If
-            False, the others wait while the worker receives the state. A loop of `LogicalShards` that calls collectives
-            or inspects `batches` requires False. Default: True.
+            False, the others wait while the worker receives the state. A loop with `LogicalShards` that calls
+            collectives or inspects `batches` requires False. Default: True.
         others: All other objects with state, by name, such as the optimizer, the scheduler and the loader.
 
     Raises:

@@ -312,7 +312,7 @@ def _without_tensors(stateful: Stateful) -> Any:
 
 
 def _with_tensors(stateful: Stateful, state: Any) -> Any:
-    """Completes a state that `_without_tensors` returned in another process with the tensors of this process."""
+    """Adds this process's tensors to a state that `_without_tensors` returned in another process."""
     if not isinstance(stateful, torch.optim.Optimizer):
         return state
     own = stateful.state_dict()["state"]

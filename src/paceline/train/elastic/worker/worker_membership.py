@@ -98,7 +98,7 @@ class WorkerMembership:
         self.retry_until_view_holds(self.enter_next_view)
 
     def retry_until_view_holds(self, attempt: Callable[[], T]) -> T:
-        """Calls `attempt`, retrying in each new view, until one call completes without losing a member."""
+        """Calls `attempt`, again in each new view, until a call completes without the loss of a member."""
         while True:
             try:
                 return attempt()
@@ -219,7 +219,7 @@ class WorkerMembership:
         self._progress.learn(agreed, rank)
 
     def _send_state(self, group: ProcessGroup, receiver: int, is_follower: bool, status: MemberStatus) -> None:
-        """Sends the state to a rank. A follower whose parts of the state are equal receives only the rest."""
+        """Sends the state to a rank. A follower receives only the rest unless its parts of the state differ."""
         failpoint("state.before_sending")
         with RecordedSpan(EventKind.CHECKPOINT, "send"):
             digest_of = self._registry.rolling_digest
@@ -277,7 +277,7 @@ class WorkerMembership:
         return True
 
     def _enter_after(self, view: View) -> None:
-        """Enters a view after repeating the others' steps, as a new worker if it no longer has the entire state."""
+        """Enters a view after repeating the others' steps. A worker with incomplete state enters as a new one."""
         if self._following is not None and self._following.holds == FRESH:
             self._progress.number = FRESH
         self.enter(view)
