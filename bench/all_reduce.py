@@ -1,11 +1,11 @@
-"""Measures the duration of an all-reduce of float32 with Paceline, torch's gloo and Open MPI.
+"""Measures the duration of a float32 all-reduce with Paceline, torch's gloo and Open MPI.
 
     python bench/all_reduce.py [--ranks 2 4] [--json FILE]
 
 Every rank has one thread. Paceline and gloo run alternately in the same processes; the first half of the calls is a
 warm-up and is not timed. If `make` has installed Open MPI, it runs three times in separate processes, between runs of
-Paceline and gloo. p50 and p95 are computed over the turns, n is the number of calls, and the ratio is the median of a
-contestant divided by Paceline's.
+Paceline and gloo. p50 and p95 are computed over the turns, n is the number of calls, and the ratio is a contestant's
+median divided by Paceline's.
 """
 
 from __future__ import annotations

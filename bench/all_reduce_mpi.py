@@ -1,8 +1,8 @@
-"""Measures the duration of an all-reduce of float32 on one host with Paceline and with three MPI libraries.
+"""Measures the duration of a float32 all-reduce on one host with Paceline and with three MPI libraries.
 
     python bench/all_reduce_mpi.py [--ranks 2] [--sizes BYTES ...] [--intel DIR] [--turns 100] [--repeats 3] [--json F]
 
-Each library starts its own processes and alternates with Paceline there in short turns. The libraries run one at a
+Each library starts its own processes, in which it alternates with Paceline in short turns. The libraries run one at a
 time, and the whole measurement is repeated `--repeats` times. `make` installs Open MPI and MPICH. Intel MPI (the wheel
 `impi-rt`) is installed into DIR, by default the folder `impi` of this environment. "paceline" is Paceline's plain call,
 and "persistent" is its persistent call. The libraries run their plain call with MPI_IN_PLACE through mpi4py. The times

@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Text:
-    """The source of Python's standard library; the last twentieth is held out."""
+    """The source code of Python's standard library; the last twentieth is held out."""
 
     train: torch.Tensor
     test: torch.Tensor

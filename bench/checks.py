@@ -5,8 +5,8 @@
 The same model is trained with the default checks and without checks, alternating every few steps in the same processes.
 "barrier" is the bare model followed by a barrier after the backward pass. n counts steps; p50 and p95 are computed over
 the turns. "cost" is the step time with checks divided by the step time without checks, minus one (the median over
-turns). "looks" is the share of the time of all steps with checks that is spent in checks, measured by their own clock.
-The checks keep this share below 0.5% once they have measured a step.
+turns). Of the total time of the steps with checks, "looks" is the share that the checks take, measured by their own
+clock. The checks keep this share below 0.5% once they have measured a step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def stepper(model: torch.nn.Module, x: torch.Tensor, before: Callable[[], object
 
 
 class Timed:
-    """Measures the total time spent in some methods of an object."""
+    """Measures the total time spent in selected methods of an object."""
 
     def __init__(self, of: object, names: tuple[str, ...]) -> None:
         self.total_s = 0.0

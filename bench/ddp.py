@@ -1,4 +1,4 @@
-"""Compares training steps with Paceline's data parallelism, with torch's DDP over gloo, and without communication.
+"""Compares training steps of Paceline's data parallelism, of torch's DDP over gloo, and of a bare model.
 
     python bench/ddp.py [--ranks 2] [--models NAME ...] [--json FILE]
 
@@ -76,7 +76,7 @@ MODELS = ["transformer", "wide MLP", "CNN", "unused", "200 tiny layers"]
 
 
 def private_bytes() -> int:
-    """Returns the memory that only this process has, plus its share of shared memory, in bytes."""
+    """Returns this process's private memory plus its share of shared memory, in bytes."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) << 10

@@ -1,12 +1,12 @@
-"""Measures the time from a rank's death to the other ranks' errors, and whether the errors identify that rank.
+"""Measures the time from a rank's death to the other ranks' errors, and checks whether the errors identify that rank.
 
     python bench/death.py [--kills 200] [--case all_reduce ddp ...] [--busy 2] [--ballast 0] [--json FILE]
 
 Four ranks run on two cores, beside busy processes. While they are communicating, one of them is killed with SIGKILL;
-the time is measured from the kill to the error in the program of each survivor. If a survivor was not in a call at the
-time of the kill, the time is measured from the survivor's next call. The case `late` is different: three ranks wait in
-init_process_group for the fourth, and one of the three is killed. The same run also measures torch's gloo with the same
-all-reduce.
+the time is measured from the kill to the error raised in each survivor's program. If a survivor was not in a call at
+the time of the kill, the time is measured from the survivor's next call. The case `late` is different: three ranks wait
+in init_process_group for the fourth, and one of the three is killed. The same run also measures torch's gloo with the
+same all-reduce.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def gloo(board_path: str) -> Raised | None:
 
 @dataclass
 class Tally:
-    """Statistics about the errors of a case's survivors."""
+    """Statistics about the errors that the survivors raised in a case."""
 
     times_ms: list[float] = field(default_factory=list)
     named: int = 0

@@ -4,11 +4,11 @@
     python bench/diloco.py --rate none --methods DiLoCo --lr 2e-3 4e-3 8e-3        tries learning rates, on one host
 
 Two hosts (network namespaces of this machine) train the model of examples/char_lm.py with its batch size, on one thread
-each. "alone" does not communicate at all. Over a slow link, each other method alternates with such a training run in
-the same processes, and "of alone" is the method's rate divided by that of "alone". "DDP" is Paceline's
-DistributedDataParallel, which sends 2.5 MB in each step. Over a slow link only its rate is measured, in few steps; its
-loss is taken from a run without a rate limit. Rates cover the whole training run, including the last exchange but not
-the first steps. The held-out loss is computed with the mean of the ranks' parameters.
+each. "alone" does not communicate at all. Over a slow link, each of the other methods alternates with "alone" in the
+same processes, and "of alone" is the method's rate divided by that of "alone". "DDP" is Paceline's
+DistributedDataParallel, which sends 2.5 MB in each step. Over a slow link, only its rate is measured, over a few steps;
+its loss is taken from a run without a rate limit. Rates cover the whole training run, including the last exchange but
+not the first steps. The held-out loss is computed with the mean of the ranks' parameters.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Training:
 
 
 def rank_main(way: Way, steps: int, measured: int, seed: int, compares: bool) -> dict[str, float]:
-    """Trains `measured` steps of a schedule of `steps` steps; if `compares` is set, alternates with training alone."""
+    """Trains for `measured` steps of a `steps`-step schedule; if `compares` is set, alternates with training alone."""
     import paceline as dist
 
     torch.set_num_threads(1)

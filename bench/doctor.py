@@ -62,7 +62,7 @@ def certain(text: str) -> list[Diagnostic]:
 
 
 def check(path: Path) -> list[tuple[str, Diagnostic]] | None:
-    """Returns the findings in a file, or None if the file is not distributed or not valid in this version of Python."""
+    """Returns the findings in a file, or None if it uses no communication or this version of Python cannot parse it."""
     try:
         text = path.read_text()
         return [(str(path), each) for each in certain(text)] if COMMUNICATES.search(text) else None

@@ -1,12 +1,12 @@
-"""Measures the cost to an elastic job of workers that die, freeze, join or are slow, and of elasticity itself.
+"""Measures how much an elastic job is delayed by elasticity itself, and by workers that die, freeze, join or are slow.
 
     python bench/elastic.py [--cases death peers overhead shards join frozen ...] [--kills 200] [--json FILE]
 
 - death: random workers are killed with SIGKILL at random instants. For each survivor, `pause` is the longest time
-  between two steps until the replacement is in the view, minus the median step; `back` is the time until the first
+  between two steps before the replacement is in the view, minus the median step; `back` is the time until the first
   commit of a step that had not been committed before. Lost steps and samples are counted, and the digest is compared
   with that of a run in one process.
-- peers: the same with torchft (needs --torchft) and with torchrun, gloo and checkpoints. Jobs of the systems alternate.
+- peers: the same with torchft (needs --torchft) and with torchrun, gloo and checkpoints. The systems' jobs alternate.
 - overhead: the training loop with shards, alternately in an elastic job and in a job that is not elastic.
 - shards: the loop with as many shards as workers, compared with DistributedDataParallel on the same samples. `overhead`
   and `shards` also have a third loop, which trains the bare model with a barrier after the backward pass ("barrier").
@@ -16,7 +16,7 @@
   lower bound for the slowdown, the same loop also runs beside an unrelated process that uses the same share of a core
   as the replacements.
 - frozen: one worker is stopped (SIGSTOP). In another job, one worker is 10 times slower than the other workers.
-- speeds: the speed of a job with workers of the speeds 1, 1, 1/2 and 1/2, compared with the sum of these speeds.
+- speeds: the speed of a job whose workers have the speeds 1, 1, 1/2 and 1/2, compared with the sum of these speeds.
 - partition: five machines are partitioned into three and two (as root).
 - coordinator: the launcher that coordinates three machines is killed, or a connection to it is reset (as root).
 - thin: two machines connected at 10 Mbit/s (as root).

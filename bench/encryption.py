@@ -1,13 +1,13 @@
-"""Measures the time that encryption adds to an all-reduce of float32 between two hosts.
+"""Measures the time that encryption adds to a float32 all-reduce between two hosts.
 
     python bench/encryption.py [--rates none 1gbit 10gbit] [--streams 1] [--sizes BYTES ...] [--json FILE]
 
 Hosts are network namespaces of this machine, joined by veth pairs with rates limited by `tc tbf`. A group with
 encrypted connections and a group with plain connections alternate in the same processes, with one thread per rank. p50
-and p95 are computed over the turns, and n is the number of calls. The times per core are processor times of the calling
-thread, because other load on the machine hardly affects them. Each of the two ranks sends and receives every byte of
-the tensor once, so "ns a byte" is the time for sealing one byte and opening another, including copies and system calls;
-compare it with the speed of AES-128-GCM that `openssl speed` reports.
+and p95 are computed over the turns, and n is the number of calls. The times per core are the calling thread's processor
+times, which other load on the machine hardly affects. Each of the two ranks sends and receives every byte of the tensor
+once, so "ns a byte" is the time for sealing one byte and opening another, including copies and system calls; compare it
+with the speed of AES-128-GCM that `openssl speed` reports.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rank_main(sizes: list[int], rate: str) -> dict[int, tuple[dict[str, Spread],
 
 
 def core_seconds(contestants: dict[str, Callable[[], object]], calls: dict[str, int]) -> dict[str, float]:
-    """Returns the median processor time of a call of each contestant, in seconds; the contestants alternate."""
+    """Returns each contestant's median processor time per call, in seconds; the contestants alternate."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(ROUNDS):
         for name, call in contestants.items():

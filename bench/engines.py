@@ -1,11 +1,11 @@
-"""Measures the duration of an all-reduce of float32 with each engine, and through torch.distributed's API.
+"""Measures the duration of a float32 all-reduce with each engine, and through the API of torch.distributed.
 
     python bench/engines.py [--ranks 2] [--sizes BYTES ...] [--json FILE]
 
 The groups of all engines alternate in the same processes, together with the underlying libraries: mpi4py's Allreduce,
 and torch.distributed's own gloo. If `make` has installed Open MPI, it starts the processes, and mpi is included. nccl
 is included if there are as many GPUs as ranks. Every rank has one thread. p50 and p95 are computed over the turns, n is
-the number of calls, and the ratio is the median of a contestant divided by that of the engine `paceline`.
+the number of calls, and the ratio is a contestant's median divided by that of the engine `paceline`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares the duration of an all-reduce of float32 between hosts with that of torch's gloo.
+"""Compares the duration of a float32 all-reduce between hosts with that of the same all-reduce over torch's gloo.
 
     python bench/hosts.py [--hosts 2 4] [--per-host 1] [--rates none 1gbit 10gbit] [--delays 0 0.1 20] [--json FILE]
     python bench/hosts.py --hosts 4 --rates 1gbit --delays 0 --algorithms ring hierarchical circulant
@@ -7,9 +7,9 @@
 Hosts are network namespaces of this machine, joined by veth pairs with rates limited by `tc tbf`. A small bridge
 program from the tests adds the delays. It forwards about 8 Gbit/s, so delays are measured at 1gbit only. Paceline and
 gloo alternate in the same processes with one thread per rank, and a barrier precedes each turn. p50 and p95 are
-computed over the turns, n is the number of calls, and the ratio is the median of a contestant divided by Paceline's.
-"of line" is the throughput, 2 (n - 1) / n times the size of the tensor divided by the time, as a fraction of the line
-rate available for payload (95.6% with frames of 1500 bytes). `--algorithms` adds groups in which these algorithms are
+computed over the turns, n is the number of calls, and the ratio is a contestant's median divided by Paceline's. "of
+line" is the throughput, 2 (n - 1) / n times the size of the tensor divided by the time, as a fraction of the line rate
+available for payload (95.6% with frames of 1500 bytes). `--algorithms` adds groups in which these algorithms are
 forced. `--wires` adds averages of normally distributed numbers that are rounded between hosts, with error feedback.
 """
 

@@ -3,7 +3,7 @@
     python bench/launch.py [--gaps MICROSECONDS ...] [--calls 300] [--json FILE]
 
 One rank runs its main thread on one core and the group's thread on another. In "waits", the rank has a spare core, so
-the group's thread busy-waits for the next call. In "sleeps" the rank reports that it computes with two threads, so
+the group's thread busy-waits for the next call. In "sleeps", the rank reports that it computes with two threads, so
 there is no spare core and the thread sleeps. The main thread is busy for the gap between two calls, and for 100 µs
 after each start. "start" is the time that `start()` takes in the main thread. "until it runs" is the time until the
 other thread begins to run the call, according to the recording. The minimum, the median (p50) and the 95th percentile

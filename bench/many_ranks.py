@@ -1,4 +1,4 @@
-"""Measures the first barrier of many ranks on one host, from the time at which the last rank has joined.
+"""Measures how long the first barrier of many ranks on one host takes after the last rank has joined.
 
     python bench/many_ranks.py [--ranks 256] [--rounds 5] [--json FILE]
 
@@ -69,7 +69,7 @@ def check_collectives(rank: int, size: int) -> None:
 
 
 def rank_program(rank: int, size: int, port: int) -> list[float]:
-    """Returns the rank's memory in MiB, the time of its start, and the time at which it completed each stage."""
+    """Returns the rank's memory in MiB, its start time, and the time at which it completed each stage."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     torch.set_num_threads(1)
     times = [time.monotonic()]

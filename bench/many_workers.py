@@ -2,8 +2,8 @@
 
     python bench/many_workers.py [--workers 256] [--rounds 3] [--json FILE]
 
-The workers perform a rendezvous in the launcher's store, as the ranks of a group do; the time is measured from the
-start of the launcher.
+The workers connect through the launcher's store, as the ranks of a group do; the time is measured from the start of the
+launcher.
 """
 
 from __future__ import annotations

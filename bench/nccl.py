@@ -1,4 +1,4 @@
-"""Compares a training step on a GPU with Paceline's DDP over nccl to the same step with torch's DDP over NCCL.
+"""Compares a training step of Paceline's DDP over nccl on a GPU with the same step of torch's DDP over NCCL.
 
     python bench/nccl.py [--rounds 20] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Compares the duration of a persistent call with that of the plain call and of MPI's persistent call.
+"""Compares the duration of a persistent call with the durations of the plain call and of MPI's persistent call.
 
     python bench/persistent.py [--ranks 2] [--sizes BYTES ...] [--calls NAME ...] [--turns 300] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Compares the duration of a pipeline's step with the schedule's theory and with torch's own pipelining.
+"""Compares the duration of a pipeline step with the schedule's theoretical duration and with torch's own pipelining.
 
     python bench/pipeline.py [--ranks 2] [--micro-batches 8] [--width 512] [--depth 8] [--rounds 7] [--json FILE]
 
@@ -159,7 +159,7 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
         return everyone
 
     def as_measured(plan: PipelineSchedule) -> dict[Task, float]:
-        """Returns the duration of each task in the last step."""
+        """Returns the duration of each task in the latest step."""
         return {
             task: float(seconds)
             for order, times in zip(plan.orders, of_everyone(took_in_step), strict=True)

@@ -1,12 +1,12 @@
-"""Compares the speed of torch.distributed programs with the backend "paceline" and with gloo.
+"""Compares the speed of torch.distributed programs on the backend "paceline" with their speed on gloo.
 
     python bench/plugin.py [--ranks 2] [--sizes BYTES ...] [--json FILE]
 
-Prints two tables: `torch.distributed.all_reduce` of float32, and a training step of FSDP2 (`fully_shard`) on CPU with a
+Prints two tables: a float32 `torch.distributed.all_reduce`, and a training step of FSDP2 (`fully_shard`) on CPU with a
 transformer of 6.8 million parameters. The training step is compared with a step of the unsharded model that has a
 barrier after the backward pass ("barrier"). Every rank has one thread; the two backends are groups of the same
-processes and alternate. p50 and p95 are computed over the turns, n is the number of calls or steps, and the ratio is
-the median of a contestant divided by that of "paceline".
+processes and alternate. p50 and p95 are computed over the turns, n is the number of calls or steps, and the ratio is a
+contestant's median divided by that of "paceline".
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def in_turns(
 
     `meet` is called before each turn and is not timed. If it is a barrier of all ranks, pending work from one turn does
     not slow down the next turn. With `settles`, each turn begins with as many untimed calls as timed calls, because
-    ranks may share a core for some milliseconds after the turn of a contestant whose threads sleep.
+    ranks may share a core for a few milliseconds after the turn of a contestant whose threads sleep.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):

@@ -1,11 +1,11 @@
-"""Compares an all-reduce of CUDA tensors through host memory with torch's gloo on the same tensors.
+"""Compares the duration of an all-reduce of CUDA tensors through host memory with that of torch's gloo.
 
     python bench/staged.py [--ranks 2] [--rounds 10] [--json FILE]
 
 The ranks share the available GPUs. The contestants alternate in the same processes, and a turn ends when the GPU has
 the results. `paceline` is a synchronous call with backend="paceline". `host` is the time until such a call with
 `async_op=True` returns. gloo is measured in two ways: torch.distributed's all-reduce of the CUDA tensor, and a copy to
-pinned memory, an all-reduce there and a copy back. The ratio is the median of a contestant divided by Paceline's.
+pinned memory, an all-reduce there and a copy back. The ratio is a contestant's median divided by Paceline's.
 """
 
 from __future__ import annotations

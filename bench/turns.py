@@ -56,7 +56,7 @@ def take_turns(
 def rows_of_steps(times_s: dict[str, list[float]], of_a_turn: int) -> list[dict[str, object]]:
     """Returns a row for each kind: n, the median and the 95th percentile of its turns, and its efficiency.
 
-    Efficiency is the median of the kind "none", if present, divided by that of the row. "of barrier" is the same ratio
+    Efficiency is the median of the kind "none", if present, divided by the row's median. "of barrier" is the same ratio
     for the kind "barrier".
     """
     spreads = {kind: spread(each, of_a_turn) for kind, each in times_s.items()}
@@ -87,7 +87,7 @@ def rows_of_ranks(rank_main: Callable[..., None], ranks: int, *arguments: object
 
 
 def leave_rows(rows: Sequence[object], directory: str) -> None:
-    """Writes the rows of rank 0 for `rows_of_ranks`; every rank calls it before it exits."""
+    """Writes the rows of rank 0 for `rows_of_ranks`; every rank must call this before it exits."""
     import paceline as dist
 
     if dist.get_rank() == 0:

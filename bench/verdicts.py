@@ -4,7 +4,7 @@
                              [--healthy 5] [--busy-for 25] [--at-once 1] [--torch] [--show] [--json FILE]
 
 Each run injects one fault into the last rank of a small training loop, and checks the sentences that the launcher
-prints. In healthy runs rank 0 evaluates, saves or compiles for longer than a call may take; a sentence that reports a
+prints. In healthy runs, rank 0 evaluates, saves or compiles for longer than a call may take; a sentence that reports a
 problem is a false verdict. Two hosts are network namespaces, which require root. With --torch, torch's flight recorder
 and its analyzer are applied to the same faults, on gloo; only the rank that the analyzer reports is checked.
 

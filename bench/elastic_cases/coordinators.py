@@ -1,4 +1,4 @@
-"""Measures the pause of jobs on several machines that lose the coordinating launcher or the connection to it."""
+"""Measures how long jobs on several machines pause when they lose the coordinating launcher or the connection to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SAYS = "coordinates from now on"
 
 
 def measure(options: Options) -> tuple[str, Rows]:
-    """Returns the table of jobs that lose the coordinating machine, or the connection to it."""
+    """Returns the table for jobs that lose the coordinating machine, or the connection to it."""
     title = f"{_HOSTS} machines with a worker each, and the launcher that coordinates them"
     if os.geteuid() != 0:
         return title, [{"event": machines.NEEDS_ROOT}]

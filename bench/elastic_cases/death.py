@@ -70,7 +70,7 @@ class Contestant:
 
 
 def measure(options: Options) -> tuple[str, Rows]:
-    """Returns the table of Paceline alone."""
+    """Returns the table for Paceline alone."""
     random = Random(options.seed)
     ours = _paceline(options)
     while ours.figures.deaths < options.kills:
@@ -79,7 +79,7 @@ def measure(options: Options) -> tuple[str, Rows]:
 
 
 def measure_peers(options: Options) -> tuple[str, Rows]:
-    """Returns the table of Paceline and its peers. The jobs of all systems alternate."""
+    """Returns the table for Paceline and its peers. The jobs of all systems alternate."""
     contestants = [_paceline(options), _torchrun(options)]
     rows: Rows = []
     if _has_torchft(options.torchft):

@@ -39,7 +39,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def with_shards(
     model: nn.Module, shards: dist.LogicalShards, loader: dist.ShardLoader, optimizer: torch.optim.Optimizer
 ) -> Iterator[None]:
-    """Trains an epoch; yields after the loader has returned the next batches, and then runs the rest of the step."""
+    """Trains for one epoch; yields after the loader has returned the next batches, then runs the rest of the step."""
     for batches in loader:
         yield
         optimizer.zero_grad()
@@ -48,7 +48,7 @@ def with_shards(
 
 
 def with_ddp(model: nn.Module, samples: Repeated, batch_size: int) -> Iterator[None]:
-    """Trains an epoch with DistributedDataParallel; yields at the same points as `with_shards`.
+    """Trains for one epoch with DistributedDataParallel; yields at the same points as `with_shards`.
 
     Rank r uses the samples that shard r has in `with_shards`.
     """
@@ -57,7 +57,7 @@ def with_ddp(model: nn.Module, samples: Repeated, batch_size: int) -> Iterator[N
 
 
 def with_barrier(model: nn.Module, samples: Repeated, batch_size: int) -> Iterator[None]:
-    """Trains an epoch on the same samples, with a barrier after each backward pass as the only communication."""
+    """Trains for one epoch on the same samples, with a barrier after each backward pass as the only communication."""
     yield from _epoch(model, samples, batch_size, optimizer_of(model), dist.barrier)
 
 

@@ -28,7 +28,7 @@ _POLL_S = 0.01
 
 
 def measure_partition(options: Options) -> tuple[str, Rows]:
-    """Returns the table of five machines that are repeatedly partitioned into three and two."""
+    """Returns the table for five machines that are repeatedly partitioned into three and two."""
     title = f"{_HOSTS} machines that are cut into {_HOSTS - _MINORITY} and {_MINORITY}"
     if os.geteuid() != 0:
         return title, [{"side": machines.NEEDS_ROOT}]
@@ -81,7 +81,7 @@ def _cut(number: int) -> tuple[list[float], int, set[object]]:
 
 
 def measure_thin(options: Options) -> tuple[str, Rows]:
-    """Returns the table of a job whose gradients occupy a slow link most of the time."""
+    """Returns the table for a job whose gradients occupy a slow link most of the time."""
     del options
     title = f"{_THIN_HOSTS} machines, {_PER_HOST} workers each, with {_RATE} between them"
     if os.geteuid() != 0:

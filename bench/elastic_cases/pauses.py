@@ -86,7 +86,7 @@ class Figures:
     ) -> None:
         everybody = [each for commits in of_slot.values() for each in commits]
         before = max(each.step for each in everybody if each.at_ns <= kill.at_ns)
-        # Another death may occur while steps are being repeated, so this may be later than `until_ns`.
+        # Another death may occur while steps are being repeated, so the first new step may be later than `until_ns`.
         new = [each.at_ns for each in everybody if each.at_ns > kill.at_ns and each.step > before]
         first = next((each for each in of_slot[kill.slot] if each.at_ns > kill.at_ns and each.pid != kill.pid), None)
         if first is not None:  # None if the job completed before the replacement joined

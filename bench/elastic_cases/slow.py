@@ -16,7 +16,7 @@ _STEPS_OF_THE_SLOW = 100
 
 
 def measure(options: Options) -> tuple[str, Rows]:
-    """Returns the table of the frozen worker and of the slow worker."""
+    """Returns the table for the frozen worker and the slow worker."""
     return "a worker that is stopped, and one that is slow", [_frozen(options), _slow(options)]
 
 

@@ -90,7 +90,7 @@ def _pace(times_ns: Sequence[int]) -> float:
 
 @contextlib.contextmanager
 def _limits() -> Iterator[list[str]]:
-    """Yields the path of a cgroup with the right quota for each slot, or an empty list if cgroups cannot be created."""
+    """Yields the path of a cgroup with the right quota for each slot, or no paths if cgroups cannot be created."""
     made: list[Path] = []
     try:
         with contextlib.suppress(OSError):

@@ -26,7 +26,8 @@ def slowdown(job: Job, share: float) -> float | None:
     """Runs a job until it completes. Every other second, an unrelated process uses `share` of a core.
 
     Returns:
-        The median step in those seconds divided by the median step in the other seconds. None if the job was too short.
+        The median step in those seconds divided by the median step in the other seconds, or None if the job was too
+        short.
 
     Raises:
         TimeoutError: The job does not complete in time.

@@ -62,7 +62,7 @@ def processor_seconds(directory: Path) -> dict[int, float]:
 
 
 def latest(directory: Path) -> list[Commit]:
-    """Returns the last record of each process that is still running."""
+    """Returns the latest record of each process that is still running."""
     notes = []
     for path in directory.glob("steps-*"):
         slot, pid = map(int, path.name.split("-")[1:])

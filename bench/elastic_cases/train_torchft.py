@@ -1,7 +1,7 @@
 """A worker of torchft: one replica group of one process, as in torchft's train_ddp.py.
 
-A step that is not committed repeats its samples. torchft's own example continues with the next batch instead, so these
-samples are lost.
+If a step is not committed, the next step uses the same samples again. torchft's own example continues with the next
+batch instead, so these samples are lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RENDEZVOUS_S = 120.0
 
 
 def meet(directory: Path, replica: int, replicas: int) -> None:
-    """Waits until all replicas have started, because early replicas would begin to train without late ones.
+    """Waits until all replicas have started, because early replicas would otherwise begin to train without late ones.
 
     Raises:
         TimeoutError: A replica does not start in time.

@@ -22,7 +22,7 @@ _SETTLING_TURNS = 1
 
 
 def measure_overhead(options: Options) -> tuple[str, Rows]:
-    """Returns the table of the loop with shards in an elastic job and in a job that is not elastic."""
+    """Returns the table that compares the loop with shards in an elastic job to the same loop in an ordinary job."""
     rows: Rows = []
     for model in options.models:
         times: dict[str, list[float]] = {"elastic": [], "plain": [], "barrier": []}
@@ -104,7 +104,7 @@ def _columns(kind: str, times_s: list[float]) -> dict[str, float]:
 
 
 def _compared(model: str, times: dict[str, list[float]]) -> dict[str, object]:
-    """Returns a row of the loops' times, with the ratio of the first two loops and its variation between turns."""
+    """Returns a row with the loops' times, the ratio of the first two, and the variation of the ratio between turns."""
     (name, first), (other, second), _ = times.items()
     ratios = statistics.quantiles([a / b for a, b in zip(first, second, strict=True)], n=10, method="inclusive")
     return {

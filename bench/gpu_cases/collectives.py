@@ -1,4 +1,4 @@
-"""Compares every collective with torch.distributed's, for all types, layouts and stream patterns."""
+"""Compares every collective with its counterpart in torch.distributed, for all types, layouts and stream patterns."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ LAYOUTS = ("contiguous", "strided", "channels_last")
 
 
 def made(here: Session, dtype: torch.dtype, shape: tuple[int, ...], op: str) -> torch.Tensor:
-    """Returns small integers on the CPU, whose sums are exact in any order."""
+    """Returns a CPU tensor of small integers, whose sums are exact in any order."""
     count = torch.Size(shape).numel()
     generator = torch.Generator().manual_seed(100 * here.rank + count)
     highest = 2 if op == "PRODUCT" or dtype is torch.bool else 4 if dtype in SMALL else 8
@@ -288,7 +288,7 @@ def waited_for_by_another_stream(here: Session, call: Call, on: ModuleType, x: t
 
 
 def without_wait(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> Outputs:
-    """Does not wait for the call, only for the device."""
+    """Waits for the device, but not for the call."""
     here.delay()
     outputs, work = call(on, here, x * 1, "SUM", async_op=True)
     if here.has_streams:

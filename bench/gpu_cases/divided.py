@@ -206,7 +206,7 @@ def device_objects(setting: Setting) -> None:
 
 
 def several_tensors(setting: Setting) -> None:
-    """Calls collectives with lists of tensors: coalesced, and on several devices per rank if there are two."""
+    """Calls collectives that take lists of tensors: the coalesced and the multi-GPU variants."""
     with session(setting, theirs=False) as here:
         total = here.size * (here.size + 1) / 2
         tensors = [torch.full((count,), here.rank + 1.0, device=here.device) for count in (1, 4, 0, 7)]
@@ -224,7 +224,7 @@ def several_tensors(setting: Setting) -> None:
 
 
 def default_device(setting: Setting) -> None:
-    """Trains with the device as torch's default, so that a tensor created without `device=` would be on it."""
+    """Trains with the device as torch's default, so that tensors created without `device=` are on it."""
     with session(setting, theirs=False) as here:
         torch.set_default_device(here.device)
         model = dist.DistributedDataParallel(nn.Linear(4, 2))

@@ -55,7 +55,7 @@ def killed(setting: Setting) -> dict[str, object]:
 
 
 def late(setting: Setting) -> dict[str, object]:
-    """Keeps the last rank out of a call with a timeout of 5 s; the error must identify this rank."""
+    """Keeps the last rank out of a call until the call times out after 5 s; the error must identify this rank."""
     with session(setting, theirs=False, timeout_s=60, ends=False) as here:
         tensor = _reduced(here)
         group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
@@ -128,7 +128,7 @@ def destroyed_behind_a_busy_stream(setting: Setting) -> dict[str, object]:
 
 
 def two_on_one_gpu(setting: Setting) -> dict[str, object]:
-    """Puts all ranks onto device 0; nccl must reject this, and its error must include the solution."""
+    """Puts all ranks onto device 0; nccl must reject this, and its error message must include the solution."""
     os.environ["LOCAL_RANK"] = "0"
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     device = open_device(setting)

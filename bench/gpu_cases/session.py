@@ -88,7 +88,7 @@ class Session:
         return self.module.current_stream()
 
     def delay(self) -> None:
-        """Delays the current stream by some milliseconds, if the device has streams."""
+        """Delays the current stream by a few milliseconds, if the device has streams."""
         if self.device.type == "cuda":
             torch.cuda._sleep(_DELAY_CYCLES)
         elif self.device.type == "fake":

@@ -86,7 +86,7 @@ def host_time(setting: Setting) -> list[dict[str, object]]:
 
 
 def memory(setting: Setting) -> list[dict[str, object]]:
-    """Returns the device memory that the first all_reduce of a group allocates, for both libraries."""
+    """Returns the device memory that a group's first all_reduce allocates, for both libraries."""
     rows: list[dict[str, object]] = []
     with session(setting) as here:
         tensor = torch.ones(1 << 20, device=here.device)

@@ -1,4 +1,4 @@
-"""Compares loss curves of Paceline's DistributedDataParallel with torch's, with features that programs on GPUs use."""
+"""Compares the loss curves of Paceline's and torch's DistributedDataParallel, for features that GPU programs use."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class _Halves(nn.Module):
 
 
 def two_devices(setting: Setting) -> dict[str, object]:
-    """Trains a module that spans two devices per rank with both classes."""
+    """Trains a module that spans two devices on each rank, with both classes."""
     with session(setting) as here:
         count = here.module.device_count()
         pair = tuple(torch.device(here.device.type, (here.rank * 2 + at) % count) for at in range(2))

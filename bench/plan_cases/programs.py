@@ -18,7 +18,7 @@ CALLS = 3
 
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """Returns a model and a batch. The gradients have about 4 MB and take 0.3 s to send at 100 Mbit/s."""
+    """Returns a model and a batch. The gradients occupy about 4 MB and take 0.3 s to send at 100 Mbit/s."""
     if name == "wide MLP":
         layers = (nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 768), nn.ReLU(), nn.Linear(768, 10))
         return nn.Sequential(*layers), torch.randn(32, 256)

@@ -32,7 +32,7 @@ def all_reduce(results: Results) -> str:
 
 
 def training_steps(name: str) -> Callable[[Results], str]:
-    """Returns the block of a result of `bench/ddp.py`."""
+    """Returns the block for a result of `bench/ddp.py`."""
 
     def model(row: Row) -> str:
         size = f", {row['params M']:.1f} M" if row["model"] in ("transformer", "wide MLP", "CNN") else ""
@@ -74,7 +74,7 @@ def shards(results: Results) -> str:
 
 
 def shared_model(name: str) -> Callable[[Results], str]:
-    """Returns the block of a result of `bench/shared_model.py`."""
+    """Returns the block for a result of `bench/shared_model.py`."""
 
     def block(results: Results) -> str:
         columns: dict[str, Cell] = {
@@ -177,7 +177,7 @@ def plugin(results: Results) -> str:
 
 
 def compat(name: str) -> Callable[[Results], str]:
-    """Returns the block of a result of `bench/compat.py`."""
+    """Returns the block for a result of `bench/compat.py`."""
 
     def share(by: str) -> Callable[[Contestants], str]:
         return lambda contestants: f"{contestants[by]['communication']:.0%}"
@@ -205,7 +205,7 @@ def store(results: Results) -> str:
 
 
 def hosts(name: str, *columns: str) -> Callable[[Results], str]:
-    """Returns the block of a result of `bench/hosts.py`; the columns list the parameters that distinguish its lines."""
+    """Returns the block for a result of `bench/hosts.py`; the columns show the parameters that distinguish lines."""
     heads = {"hosts": "hosts × ranks", "delay ms": "one-way delay ms"}
 
     def of_line(contestant: str) -> Callable[[Contestants], object]:

@@ -4,7 +4,7 @@
     ... what `blocks.py` generates from bench/results/all_reduce.json ...
     <!-- end of figures -->
 
-A block without a definition in `blocks.py` shows all tables of the result with its name.
+A block without a definition in `blocks.py` shows all tables of the result with the same name.
 """
 
 from __future__ import annotations

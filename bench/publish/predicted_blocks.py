@@ -36,7 +36,7 @@ def plan(results: Results) -> str:
 
 
 def held_out(results: Results) -> str:
-    """Returns the block of a `bench/plan.py` result at points that were not used to determine the errors of calls."""
+    """Returns the block for a result of `bench/plan.py` at points that were not used to determine call errors."""
     result = results["plan-held-out"]
     columns: dict[str, Cell] = {
         "predicted": "of",
@@ -51,7 +51,7 @@ def held_out(results: Results) -> str:
 
 
 def survival(results: Results) -> str:
-    """Returns the block for a result from `bench/survival.py`."""
+    """Returns the block for a result of `bench/survival.py`."""
     result = results["survival"]
     columns: dict[str, Cell] = {
         "workers": "workers",
@@ -68,7 +68,7 @@ def survival(results: Results) -> str:
 
 
 def uneven(name: str) -> Callable[[Results], str]:
-    """Returns the block of a result of `bench/uneven.py`."""
+    """Returns the block for a result of `bench/uneven.py`."""
 
     def case(row: Row) -> str:
         return f"{_CASES[row['case']]}, {row['size']}"

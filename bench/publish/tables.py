@@ -24,7 +24,7 @@ def duration(ms: float) -> str:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Returns a table of the columns that have a value in at least one row."""
+    """Returns a table with those columns that have a value in at least one row."""
     all_rows = [list(row) for row in rows]
     shown = [at for at, _ in enumerate(heads) if any(row[at] is not None for row in all_rows)]
     body = [[number(row[at]) for at in shown] for row in all_rows]

@@ -40,7 +40,7 @@ def faults(results: Results) -> str:
 
 
 def _counts(rows: Sequence[Row], has_times: bool = True) -> list[object]:
-    """Returns cells that summarize rows: correct runs on one and two hosts, times until the verdict, and for torch."""
+    """Returns a summary of rows as cells: correct runs on 1 and 2 hosts, verdict times, and torch's correct runs."""
     by_hosts = [[row for row in rows if row["hosts"] == hosts] for hosts in (1, 2)]
     torch = [row for row in rows if row.get("torch names the rank") is not None]
     times = [row for row in rows if has_times and row.get("median s") is not None]

@@ -59,7 +59,7 @@ def _wait(
     is_enough: Callable[[str], bool],
     room: Path | None = None,
 ) -> Said:
-    """Waits for a sufficient sentence or for the exit of the launchers, and then stops them.
+    """Waits until a sentence is sufficient or the launchers exit, and then stops the launchers.
 
     In a `room` (a cgroup) with little memory, the fault occurs when the kernel kills a process, however long it took to
     fill the memory.

@@ -52,7 +52,7 @@ def save(directory: Path, seconds: float) -> None:
 
 
 def compile_something(seconds: float) -> None:
-    """Waits for subprocesses that compute, as for a compiler."""
+    """Waits for a subprocess that computes, as a compiler would."""
     import subprocess
 
     code = f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
@@ -149,7 +149,7 @@ def train(dist: Any, fault: str, directory: Path) -> None:
 
 
 def happen(fault: str) -> None:
-    """Runs the faulty behavior on the rank at fault."""
+    """Triggers the fault. Only the rank at fault calls this."""
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "kill":

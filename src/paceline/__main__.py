@@ -10,8 +10,8 @@ from paceline.linux import die_on_interrupt
 def main() -> int:
     """Runs the command line of this process; returns its exit code.
 
-    Until the command handles SIGINT, Ctrl-C kills the process. A launcher handles SIGINT before it starts other
-    processes.
+    Ctrl-C kills the process until the command installs its own handler for SIGINT. A launcher installs its handler
+    before it starts other processes.
     """
     die_on_interrupt()
     from paceline.cli.main import main as run_command_line

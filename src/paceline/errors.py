@@ -25,7 +25,7 @@ STARTERS = ("paceline/operate/launch/workers/bootstrap.py", "paceline/operate/la
 
 
 def and_more(names: Sequence[object], most: int) -> str:
-    """Returns the first `most` of `names` as text, followed by the number of omitted ones.
+    """Returns the first `most` names as text, followed by the number of omitted names.
 
     >>> and_more([0, 1, 2], most=2)
     '0, 1 and 1 more'
@@ -196,7 +196,7 @@ class PeerLostError(CollectiveError):
 class GroupAbortedError(CollectiveError):
     """A rank called `abort` on the group, so the group's calls were aborted on all ranks.
 
-    Attributes: `rank`, the default-group rank of the process that called `abort`.
+    Attributes: `rank`, the rank (in the default group) of the process that called `abort`.
     """
 
     def __init__(self, message: str, *, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Program `python -m paceline.launch`, for scripts that take their local rank as an argument."""
+"""The program `python -m paceline.launch`, for scripts that take their local rank as an argument."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def limits() -> list[Diagnostic]:
 
 
 def network(root: Path = Path("/")) -> list[Diagnostic]:
-    """Reports the active network interfaces, their MTUs, the default route, and the address of this host's name."""
+    """Reports the active network interfaces, their MTUs, the default route, and the address of the local host name."""
     findings = []
     routes = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
     default = [fields[0] for fields in routes if fields[1] == "00000000"]

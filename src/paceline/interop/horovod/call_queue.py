@@ -202,7 +202,7 @@ class CallQueue:
         return self.result(request)
 
     def barrier(self) -> None:
-        """Waits until all ranks have called `barrier` or `join`, but not for asynchronous calls in progress.
+        """Waits until all ranks have called `barrier` or `join`. Does not wait for asynchronous calls in progress.
 
         Raises:
             CollectiveMismatchError: another rank's program is waiting for a different call.
@@ -322,7 +322,7 @@ class CallQueue:
             request.future.set_exception(error)
 
     def _agree(self, request: CallRequest[Result]) -> None:
-        """Waits until every rank is ready for the same call, or waits in `join` and has the shapes of its zeros.
+        """Waits until every rank is ready for the same call or, if it waits in `join`, has the shapes of its zeros.
 
         Raises:
             CollectiveMismatchError: the calls differ, or a rank is waiting in `join` and cannot contribute to this

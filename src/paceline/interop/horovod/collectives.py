@@ -211,7 +211,7 @@ def _reduced(
 
 
 def outputs_of(function: type[Function], *arguments: object) -> tuple[torch.Tensor, ...]:
-    """Returns a typed version of `function.apply` with a tuple of tensors as its result."""
+    """Returns a typed version of `function.apply` that returns a tuple of tensors."""
     return cast(tuple[torch.Tensor, ...], function.apply(*arguments))
 
 
@@ -414,7 +414,7 @@ def broadcast_(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks have called `barrier` or `join`, but not for asynchronous calls in progress."""
+    """Waits until all ranks have called `barrier` or `join`. Does not wait for asynchronous calls in progress."""
     process_set.calls().barrier()
 
 

@@ -79,7 +79,7 @@ class HorovodGradientReducer:
 
     @property
     def is_pending(self) -> bool:
-        """Whether gradients have been computed since the last `finish`."""
+        """Whether gradients have been computed since the latest call to `finish`."""
         return any(count != self.passes for count in self._to_come.values())
 
     def set_passes(self, passes: int) -> None:
@@ -208,7 +208,7 @@ class _Distributed(torch.optim.Optimizer):
             self._reducer.set_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Waits until the gradients are reduced and performs the optimizer's step.
+        """Waits until the gradients are reduced and runs the optimizer's step.
 
         Args:
             closure: A function that computes the loss and the gradients. After each call, the gradients are reduced and
@@ -293,7 +293,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         num_groups: Ignored, because gradients are always reduced in buckets.
         groups: A list of parameter groups or a number of groups. It is validated but has no other effect.
         sparse_as_dense: Whether to convert sparse gradients to dense gradients before the reduction.
-        process_set: The ranks whose gradients are reduced. Other ranks perform steps with their own gradients.
+        process_set: The ranks whose gradients are reduced. Other ranks step with their own gradients.
 
     Raises:
         ValueError: a parameter has no name, a name is not unique, a number is out of range, or `groups` is malformed.

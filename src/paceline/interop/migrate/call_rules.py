@@ -296,7 +296,7 @@ def _is_sorted(ranks: cst.CSTNode) -> bool:
 
 
 def _argument(call: cst.Call, keyword: str, at: int) -> cst.BaseExpression | None:
-    """Returns the argument with this keyword or position; None if it is absent or is the constant None."""
+    """Returns the argument with this keyword or position, or None if it is absent or is the constant None."""
     positional: Sequence[cst.Arg] = [arg for arg in call.args if arg.keyword is None]
     named = next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == keyword), None)
     if named is None and len(positional) > at and not any(arg.star for arg in positional[: at + 1]):

@@ -142,7 +142,7 @@ def _readings(
     """Parses the Python files that may need migration.
 
     Returns:
-        The parsed files; the line and the name of the first library with torch's default group in each other file; and
+        The parsed files; for each file that uses a library with torch's default group, the line and the library; and
         the files with syntax errors.
     """
     if not texts:

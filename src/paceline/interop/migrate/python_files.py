@@ -55,7 +55,7 @@ class FileSummary:
     Attributes:
         needs_migration: True if the file may have to be rewritten. The check ignores scopes, so it may be True for a
             file that needs no migration. It is also True for files that this version of Python cannot parse.
-        group_user: The line and the library of the first use of torch's default group by a library, or None.
+        group_user: The line of the first use of a library that uses torch's default group, and that library, or None.
     """
 
     needs_migration: bool
@@ -100,7 +100,7 @@ def imports_of(text: str) -> Iterator[str]:
 
 
 def _bindings(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Yields the qualified name and the local name of each import; see `python_source.bindings` for LibCST's trees."""
+    """Yields the qualified name and the local name of each import, like `python_source.bindings` for LibCST's trees."""
     if isinstance(statement, ast.Import):
         for alias in statement.names:
             yield alias.name, alias.asname or alias.name
@@ -110,7 +110,7 @@ def _bindings(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
 
 
 def _chain(node: ast.expr) -> tuple[str, str] | None:
-    """Splits a dotted name into its first word and the rest, including the dot; None for other expressions."""
+    """Splits a dotted name into its first word and the rest, including the dot. Returns None for other expressions."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

@@ -101,7 +101,7 @@ class DeviceBackend(Backend):
         self.group = group
 
     def getBackendName(self) -> str:
-        """Returns the backend's name, which torch uses in error messages."""
+        """Returns the name that torch uses for the backend in error messages."""
         return self.group.getBackendName()
 
     name = getBackendName

@@ -175,8 +175,8 @@ def _can_replace_shrink_group() -> bool:
 def _replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
     """Makes `shrink_group` return groups of class `kind` unchanged. Other groups are not affected.
 
-    `shrink_group` wraps the new backend in a process group. That accepts only instances of the C++ class `Backend`, and
-    a Paceline group is a process group instead.
+    `shrink_group` wraps the new backend in a process group. The process group accepts only instances of the C++ class
+    `Backend`, but a Paceline group is itself a process group.
     """
     make = getattr(distributed_c10d, _SHRINK_FACTORY)
     if getattr(make, "kind", None) is kind:
@@ -257,7 +257,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
 
     @property
     def world(self) -> World | None:
-        """The Paceline group for Paceline's own functions, or None if this is closed or not torch's default group."""
+        """The group for Paceline's own functions, or None if this group is closed or is not torch's default group."""
         return vars(self).get("_world")
 
     def rank(self) -> int:

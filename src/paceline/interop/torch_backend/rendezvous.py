@@ -110,7 +110,7 @@ def make_torch_default_group() -> None:
 
 
 class StoreFromTorch(Store):
-    """A Paceline store backed by a torch.distributed store. Supports the operations of engines except last wills."""
+    """A Paceline store backed by a torch.distributed store. Supports everything that engines need except last wills."""
 
     def __init__(self, store: TorchStore, timeout: timedelta) -> None:
         super().__init__(timeout)
@@ -170,7 +170,7 @@ class GroupRendezvous:
         timeout: The timeout for calls on the group.
         named: The rank of each member in torch's default group, used in error messages.
         name: The group's name, used in error messages and to identify the group in recordings.
-        occasion: A text that distinguishes the group from other groups with the same name and members. It is the same
+        occasion: A string that distinguishes the group from other groups with the same name and members. It is the same
             on all members.
     """
 

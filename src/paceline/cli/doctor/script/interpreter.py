@@ -450,7 +450,7 @@ class RankInterpreter:
         if callee.alternatives:
             results: list[AbstractValue] = []
             for each in callee.alternatives:
-                # the choice of the alternative does not depend on the contents of the alternatives
+                # the contents of the alternatives do not influence which alternative is called
                 condition = PathCondition(node, callee.text, True, frozenset(), False)
                 self._arm(condition, _append(results, partial(self.call, each, arguments, keywords, node)))
             return either(results) if results else AbstractValue(callee.text)

@@ -53,7 +53,7 @@ _SPAWNING_MODULES = COMMUNICATORS | {"torch.multiprocessing", "mp", "xmp"}
 
 
 def rank_query(call: LibraryCall) -> AbstractValue:
-    """Returns the result of a function, such as `get_rank`, with a known result on every rank."""
+    """Returns the result of a function whose result is known on every rank, such as `get_rank`."""
     module, _, name = call.callee.called.rpartition(".")
     if name in ("get_rank", "get_world_size"):
         group = call.argument(0, "group")

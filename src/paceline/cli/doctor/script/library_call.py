@@ -78,7 +78,7 @@ class LibraryCall:
         return value
 
     def run(self, function: AbstractValue, arguments: Sequence[AbstractValue]) -> AbstractValue:
-        """Interprets a function of the script that the library calls back."""
+        """Interprets a function of the script that the library calls as a callback."""
         return self.interpreter.call(function, list(arguments), {}, self.node)
 
 

@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Fact(Enum):
-    """A property that computed values inherit until a collective makes the value equal on all ranks."""
+    """A property that derived values inherit until a collective makes the value equal on all ranks."""
 
     RANK = "computed from the rank"
     PERHAPS_RANK = "returned by an unknown function that received the rank"
@@ -168,7 +168,7 @@ class AbstractValue:
 
     @property
     def is_object(self) -> bool:
-        """Whether the value's name suggests that a class returned the value, which is therefore not None."""
+        """Whether the value's name suggests that a constructor returned the value. Such a value is not None."""
         return self.called_name[:1].isupper()
 
     def is_none(self) -> bool | None:
