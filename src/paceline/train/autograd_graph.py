@@ -28,7 +28,7 @@ def running_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Returns True if a backward pass is running on this thread, as it is while checkpointed outputs are recomputed."""
+    """Returns True if a backward pass is running on this thread, for example to recompute checkpointed outputs."""
     return running_backward() != NO_BACKWARD
 
 
@@ -58,7 +58,7 @@ def find_tensors(output: object) -> Iterator[torch.Tensor]:
 
 
 def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
-    """Yields the tensors among the first entries of the inputs of a forward pass, then None if further entries remain.
+    """Yields the tensors among the first entries in a forward pass's inputs, then None if further entries remain.
 
     The limit bounds the search time for inputs with many non-tensor entries, such as lists of words.
     """
@@ -149,7 +149,7 @@ class BackwardEnd:
         """Registers the running backward pass; called from autograd hooks.
 
         Raises:
-            RuntimeError: another backward pass has started and not finished.
+            RuntimeError: another backward pass has started but not finished.
         """
         task = running_backward()
         with self._lock:

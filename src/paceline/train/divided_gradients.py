@@ -64,7 +64,7 @@ def clip_grad_norm_(
 
 
 def _powers(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Returns the sum of absolute values to the power `norm_type`, or their maximum if `norm_type` is infinite."""
+    """Sums the absolute values raised to the power `norm_type`, or returns their maximum if `norm_type` is infinite."""
     norms = [
         torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
         .double()

@@ -163,7 +163,7 @@ class Join:
         """Announces a step of this rank; a joinable calls this method before its own collectives in the step.
 
         Returns:
-            The work of the collective that counts active ranks, if `joinable` is the first one in the context;
+            The `Work` of the collective that counts active ranks, if `joinable` is the first one in the context;
             otherwise None.
 
         Raises:

@@ -70,7 +70,7 @@ Entry = list[object]
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Information that each rank sends to all ranks before wrapping.
+    """Information that each rank sends to all ranks before it wraps a module.
 
     Attributes:
         overlaps: whether this rank requests that reduction overlaps with backward; None if this depends on the number

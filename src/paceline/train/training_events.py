@@ -31,7 +31,8 @@ _are_optimizers_recorded = False
 class DevicePhases:
     """Records the phases of training steps, such as "backward", on one device.
 
-    A phase lasts from its mark until the next mark, in device time. Marks must be made in the order of the work.
+    A phase lasts from its mark until the next mark, in device time. Phases must be marked in the order in which their
+    work is enqueued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -114,7 +115,7 @@ class RecordedSteps:
 
 
 class RecordedBuckets:
-    """Records the progress of gradient buckets, from the computation of their gradients to the average.
+    """Records the progress of gradient buckets, from the computation of their gradients until they are averaged.
 
     Args:
         name: the name of the wrapper, such as "ddp".

@@ -187,7 +187,7 @@ def _mixed(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's memory as uint8; copies the tensor if it is not contiguous and aligned."""
+    """Returns a tensor's memory as uint8; copies the tensor unless it is contiguous and aligned."""
     flat = tensor.contiguous().resolve_conj().resolve_neg().reshape(-1)
     if flat.numel() and (flat.storage_offset() * flat.element_size()) % 8 and flat.nbytes > _SMALL_BYTES:
         flat = flat.clone()

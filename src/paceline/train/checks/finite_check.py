@@ -1,7 +1,7 @@
 """GradientCheck: detects NaN and infinity in a rank's own gradients, before they are averaged over the ranks.
 
-A NaN in a forward pass or a backward pass spreads to the gradients of all earlier layers. A partial check, which most
-steps can use, therefore reads only the first bytes of a few gradients, including the gradient that is computed last. A
+A NaN in a forward pass or a backward pass spreads to the gradients of all earlier layers. Most steps therefore run only
+a partial check, which reads the first bytes of a few gradients, including the gradient that is computed last. A
 complete check reads all gradients; it runs at longer intervals that depend on its measured cost.
 
 On a device, every check examines all gradients. The host reads the results in a later step and never waits for the
@@ -128,7 +128,7 @@ class NonFiniteGradients:
 
 
 class NonFiniteHistory:
-    """A state machine that selects the findings to warn about: the first ones, on the rank where they originate.
+    """A state machine that limits warnings to the first non-finite values, on the rank that computed them.
 
     A rank does not warn about non-finite values that it received from another rank in an average. It also does not warn
     while no optimizer applies the gradients, for example while a GradScaler searches for its scale. After a warning, it
@@ -204,7 +204,7 @@ class DeviceOutcome:
         self._found_infs: list[HostCopy] = []  # one per optimizer step; nonzero if the step was skipped
 
     def note_step(self, found_inf: torch.Tensor | None) -> None:
-        """Records a step by an optimizer; a nonzero `found_inf` means that the optimizer skipped the step."""
+        """Records an optimizer step; a nonzero `found_inf` means that the optimizer skipped the step."""
         if found_inf is None:
             self.is_applied = True
         else:
@@ -305,13 +305,13 @@ class GradientCheck:
             self._cost_s += time.perf_counter() - started
 
     def averaged(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Adds averages that are stored outside the gradients' memory to the check at the end of the backward pass."""
+        """Makes `end` also check these averages, which are stored outside the gradients' memory."""
         if self._bytes:
             self._seen += self._chosen([tensor for tensor in tensors if tensor.is_cpu])
             self._seen_on_device += [tensor for tensor in tensors if not tensor.is_cpu]
 
     def _look_on_device(self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, keep: bool = True) -> None:
-        """Enqueues the norms of gradients; if `keep` is True, the same memory is checked again after averaging."""
+        """Enqueues gradient norm computations; if `keep` is True, the same memory is checked again after averaging."""
         if is_capturing(tensors[0].device):
             return
         values = [
@@ -386,7 +386,7 @@ class GradientCheck:
         self._warn(self.history.not_finite(finding), applied=True)
 
     def _end_on_device(self, step: int, averages: Sequence[torch.Tensor] | None) -> None:
-        """Enqueues the computation of the norms of averages and parameters, and their copies to the host."""
+        """Enqueues norm computations for averages and parameters, followed by copies of the norms to the host."""
         if not self._norms:
             return
         seen = self._seen_on_device if averages is None else [average for average in averages if not average.is_cpu]

@@ -1,4 +1,4 @@
-"""ModuleChecks: the checks of one wrapped module, called before and after each average of its gradients."""
+"""ModuleChecks: the checks of one wrapped module, called before and after its gradients are averaged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModuleChecks:
             self._gradients.look_at(list(found), list(found.values()))
 
     def averaged(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Adds averages that are stored outside the gradients' memory to the check; see `GradientCheck.averaged`."""
+        """Makes `end` also check these averages; see `GradientCheck.averaged`."""
         if self._gradients is not None:
             self._gradients.averaged([gradient for gradient in gradients if gradient is not None])
 

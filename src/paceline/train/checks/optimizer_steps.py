@@ -61,7 +61,7 @@ class CheckInterval:
 
 
 class StepListener(Protocol):
-    """Interface of objects that `OptimizerSteps` calls after an optimizer step."""
+    """Interface for objects that `OptimizerSteps` calls after an optimizer step."""
 
     def after_step(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None) -> None:
         """Handles a step of `optimizer`.

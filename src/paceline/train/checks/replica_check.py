@@ -1,4 +1,4 @@
-"""ReplicaCheck: compares digests of the replicas; reports which ranks and values differ, and the first such step.
+"""ReplicaCheck: compares the replicas' digests; reports which ranks and values differ, and in which step this started.
 
 A replica consists of parameters, buffers, optimizer states, and the states of random number generators.
 """
@@ -161,7 +161,7 @@ def tensors_part(named: Mapping[str, torch.Tensor], on_devices: DeviceDigests) -
 def optimizers_part(
     optimizers: Iterable[torch.optim.Optimizer], params: Mapping[str, nn.Parameter], on_devices: DeviceDigests
 ) -> StateDigests:
-    """Computes the digests of the settings and states of all optimizers for `params`.
+    """Computes digests for the settings and state of each optimizer that updates `params`.
 
     With ZeRO, each rank has optimizer state for only some of the parameters, so the names differ between ranks. Ranks
     with different names are not compared.
@@ -180,7 +180,7 @@ def optimizers_part(
 
 
 def random_part() -> StateDigests:
-    """Computes the digests of the states of torch's and Python's random number generators on the CPU."""
+    """Computes digests for the states of torch's and Python's random number generators on the CPU."""
     return StateDigests(
         {
             "torch's random state": digest_of([torch.get_rng_state()]),
@@ -365,8 +365,8 @@ def check_replicas(
 ) -> list[ReplicaDifference]:
     """Compares the parameters and buffers of `module` and the state of `optimizer` across all ranks.
 
-    Every rank must call this function at the same point. Running statistics differ after a forward pass in training
-    mode, so compare a module with such buffers right after its buffers have been copied.
+    Every rank must call this function at the same point. Running statistics differ between ranks after a forward pass
+    in training mode. If the module has running statistics, call this function right after its buffers have been copied.
 
     Args:
         module: the module, wrapped or not.
@@ -379,7 +379,8 @@ def check_replicas(
         The parts of the state that differ; the list is the same on every rank.
 
     Raises:
-        ReplicasDifferError: replicas differ; raised on every rank, with the ranks and the first values that differ.
+        ReplicasDifferError: replicas differ; raised on every rank. The message contains the ranks and the first values
+            that differ.
 
     Example::
 

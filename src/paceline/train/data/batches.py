@@ -195,9 +195,9 @@ class StreamReader:
     Args:
         dataset: the whole stream, which yields the same samples in every process.
         epoch: the argument for the dataset's `set_epoch`, if the dataset has this method.
-        start: the position at which to begin. To reach it, the reader uses the first of these that exists: the state in
-            `start`, the dataset's `skip`, the iterator's `advance`. If none of these exists, the reader reads all
-            earlier samples.
+        start: the position at which to begin. To reach it, the reader uses the first of the following that exists: the
+            state in `start`, the dataset's `skip`, or the iterator's `advance`. If none of them exists, the reader
+            reads all earlier samples.
         keeps_states: whether bookmarks include the state of the stream.
 
     Raises:

@@ -207,7 +207,7 @@ def sharding_for(slot: RankSlot, batch_size: int, remainder: Remainder) -> Batch
 
 
 class BatchAssigner(Protocol):
-    """Interface of objects that select the ranks for each batch in an elastic job, in which the ranks may change."""
+    """Interface for objects that select the ranks for each batch of an elastic job, whose ranks may change."""
 
     def begin_batch(self) -> RankSlot:
         """Returns this rank's slot in the next batch."""

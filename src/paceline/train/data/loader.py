@@ -245,7 +245,7 @@ class StatefulLoader(Generic[Sample]):
         self._assigner = assigner
 
     def return_samples_of(self, ranks: Iterable[int]) -> None:
-        """Schedules these ranks' samples in the latest step to be read again at the end of the epoch."""
+        """Schedules a second read, at the end of the epoch, of the samples that these ranks read in the latest step."""
         if self._step is not None:
             for rank in ranks:
                 self._returned += tuple(self._step.places_of(rank))

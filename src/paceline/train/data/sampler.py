@@ -113,7 +113,7 @@ class DistributedSampler(Sampler[int]):
 
 
 def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Returns `num_replicas` and `rank`, each replaced with the default group's size or rank if it is None.
+    """Returns `num_replicas` and `rank`; replaces None with the default group's size or rank.
 
     Raises:
         ValueError: `num_replicas` is less than 1, or `rank` is not between 0 and `num_replicas` - 1.

@@ -91,7 +91,7 @@ def bucket_params(
     order: Sequence[int] | None = None,
     may_exceed: bool = False,
 ) -> list[Bucket]:
-    """Divides `params`, except the indices in `left_out`, into buckets with one dtype and one device each.
+    """Divides `params`, except the indices in `left_out`, into buckets; each bucket has one dtype and one device.
 
     See `make_buckets` for `caps_bytes`, `order` and `may_exceed`.
     """

@@ -103,8 +103,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         process_group: the process group of the ranks; if None, the default group.
         bucket_cap_mb: the maximum size of a gradient bucket in MiB; if None, 25.
         find_unused_parameters: whether parameters may receive no gradient. A gradient that no rank has computed stays
-            None. If only other ranks have computed it, this rank contributes zeros. Reduction starts when backward
-            ends.
+            None. If only other ranks have computed a gradient, this rank contributes zeros. Reduction starts when
+            backward ends.
         check_reduction: has no effect, as in torch.
         gradient_as_bucket_view: has no effect. On the CPU, gradients are reduced in place, without copies into buckets.
             On other devices, gradients are views of the buckets after each backward pass.
@@ -112,8 +112,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             parameters receive no gradient, and which receive several.
         delay_all_reduce_named_params: pairs of a name and a parameter whose gradient is averaged separately, even
             within `no_sync`, at the end of each backward pass that reaches `param_to_hook_all_reduce`.
-        param_to_hook_all_reduce: the parameter that triggers the average of `delay_all_reduce_named_params`; it must
-            require a gradient.
+        param_to_hook_all_reduce: the parameter whose gradient triggers the averaging of
+            `delay_all_reduce_named_params`; it must require a gradient.
         mixed_precision: torch's `_MixedPrecision`. Gradients are averaged in its `reduce_dtype`; it must not cast
             parameters or buffers (use `torch.autocast`).
         device_mesh: a one-dimensional mesh of all ranks, which selects the default group.
@@ -301,7 +301,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         running backward pass averages the gradients.
 
         Raises:
-            RuntimeError: the last backward pass left gradients that were not averaged, or a deterministic module was
+            RuntimeError: the latest backward pass left gradients that were not averaged, or a deterministic module was
                 called inside a backward pass.
         """
         # torch.compile must compile the wrapped module, but not the wrapper's code.
@@ -379,7 +379,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Registers a hook that averages each bucket of gradients instead of the engine.
+        """Registers a hook that averages each bucket of gradients in place of the engine.
 
         The hook is called as `hook(state, bucket)` with a `GradBucket`. It returns a `torch.futures.Future` for the
         averaged flat buffer, or the `Work` from a collective that was called on this buffer with `async_op=True`. Every
@@ -416,8 +416,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Sets the weight of this rank's next backward pass in the mean over the ranks; the default is 1.
 
         This module must belong to a `paceline.ElasticState`. For example, if each rank's loss is the mean over its
-        tokens, and its weight is the number of these tokens, the averaged gradients are the mean over the tokens of all
-        ranks. If all weights are zero, the gradients keep their values from before the forward pass.
+        tokens, and its weight is the number of these tokens, the averaged gradients are those of the mean loss over the
+        tokens of all ranks. If all weights are zero, the gradients keep their values from before the forward pass.
 
         Args:
             weight: the weight, which must not be negative.
@@ -507,8 +507,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Returns a context in which ranks may run out of inputs at different times.
 
         A rank that has run out contributes zeros to the steps of the other ranks. At the end, all ranks receive the
-        parameters and buffers of a rank that trained longest. Every step must consist of one forward pass and one
-        backward pass.
+        parameters and buffers of one of the ranks that trained longest. Every step must consist of one forward pass and
+        one backward pass.
 
         Args:
             divide_by_initial_world_size: whether gradients are divided by the total number of ranks, which weights all
@@ -662,7 +662,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Excludes the named tensors from averaging and copying by future wrappers of `module`."""
+        """Prevents future wrappers of `module` from averaging or copying the named tensors."""
         ignore_tensors(module, params_and_buffers_to_ignore)
 
     # - Copies: a deep copy keeps the process group; an unpickled module uses the default group of its new process
@@ -766,7 +766,7 @@ class DdpJoinHook(JoinHook):
             self._own_gradients = before
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies the model from a rank that trained longest; restores the gradients from this rank's last own step."""
+        """Copies the model from a rank that trained longest; restores the gradients of this rank's own latest step."""
         root = self._steps.last_rank(is_last_joiner)
         tensors = self._watched.current_tensors(with_buffers=self._syncs_buffers)
         broadcast_tensors(tensors, self._averager.group, root)
@@ -802,8 +802,8 @@ def synchronize_replicas(
     facts = rank_facts(group, overlap, on_cpu=any(tensor.is_cpu for tensor in tracked.trained.values()))
     everyones = require_same_module(tracked, compared, facts, problem, group)
     warn_of_too_many_threads(everyones, group)
-    # Writes through `data` do not increment the version counter. No backward pass needs the increment yet, and
-    # SharedModelOptimizer would mistake it for a write by a single rank to parameters that the host's ranks share.
+    # Writes through `data` do not increment the version counter. SharedModelOptimizer would mistake an increment for a
+    # write by a single rank to the shared parameters. No backward pass needs the increment yet.
     broadcast_tensors([tensor.data for tensor in tracked.tensors(with_buffers)], group)
     return reduces_during_backward(everyones)
 

@@ -39,7 +39,8 @@ from paceline.train.ddp.optimizer_in_backward import step_params, take_over_step
 from paceline.train.module_tensors import TrackedTensors, broadcast_tensors, collect_tracked
 from paceline.train.training_events import RecordedBuckets
 
-# the number of steps in which batch digests are compared; only equality in all of them causes a warning
+# the number of steps in which batch digests are compared; a warning is issued only if the digests are equal in all of
+# these steps
 _COMPARED_STEPS = 3
 _DIGEST_BITS = 20  # exact in float32, even when divided by the number of ranks
 _MOST_NAMED = 8  # the maximum number of ranks that the warning lists
@@ -282,8 +283,8 @@ class GradientAverager:
             self._checks.forget()
             return False
         if have_aliases(memories):
-            # On a rank with a different batch size, these gradients may not overlap. Copies have the same memory layout
-            # on all ranks.
+            # On a rank with a different batch size, the gradients may not overlap. They are copied because the copies
+            # have the same memory layout on all ranks.
             memories = _collect(rest, copy_shared=True)
         if self.comm_hook is None and memories and not self._same_batches.is_over:
             self._same_batches.add_to(memories[-1], rest[-1][1].dtype)
@@ -375,7 +376,7 @@ def _collect(buckets: Sequence[tuple[int, BucketGradients]], copy_shared: bool) 
 
 
 class ExternalAverager(Protocol):
-    """Interface of objects outside this package that average a module's gradients, for example in an elastic job."""
+    """Interface for objects outside this package that average a module's gradients, for example in an elastic job."""
 
     def before_forward(self) -> None:
         """Prepares a forward pass whose backward pass will average gradients."""
@@ -386,7 +387,7 @@ class ExternalAverager(Protocol):
         ...
 
     def skip(self) -> None:
-        """Participates in the mean without contributing gradients."""
+        """Participates in averaging without contributing gradients."""
         ...
 
     def set_weight(self, weight: float) -> None:
@@ -476,7 +477,7 @@ class BucketWires:
 def choose_wire(
     wire: WireKind | None, group: ProcessGroup, excluded: Mapping[str, bool], params: Mapping[str, nn.Parameter]
 ) -> tuple[WireKind | None, Exception | None]:
-    """Returns the format for rounding gradients between hosts, and an error if rounding is impossible, otherwise None.
+    """Returns the format to which gradients are rounded between hosts, and the error that prevents rounding, or None.
 
     Args:
         wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the

@@ -16,8 +16,8 @@ from paceline.train.module_tensors import broadcast_bytes, broadcast_tensors, by
 class ModuleStructure:
     """Records the parameters and submodules of a module at construction, or at the latest call to `accept`.
 
-    The record is compared by object identity in C. The comparison takes about 0.1 ms for a module with 400 layers.
-    Iterating over `parameters()` takes several times as long.
+    `is_unchanged` compares objects by identity in C, which takes about 0.1 ms for a module with 400 layers. Iterating
+    over `parameters()` takes several times as long.
 
     Args:
         module: the module to record.

@@ -48,7 +48,7 @@ from paceline.train.training_events import RecordedSteps
 
 
 class BackwardState(Enum):
-    """The progress of the gradients of a forward pass toward their average; see the Note above."""
+    """The progress of a forward pass's gradients toward their average; see the Note above."""
 
     IDLE = "no forward awaits averages, or its gradients were averaged"
     EXPECTING = "forward was called, and no backward of it has begun"

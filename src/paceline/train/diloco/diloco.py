@@ -26,7 +26,7 @@ from paceline.train.zero.partitioned_optimizer import synchronize_parameters
 
 
 def choose_delay(every: int, fragments: int, delay: int | None) -> int:
-    """Returns `delay`, the number of inner steps until a result is used; by default half an exchange interval."""
+    """Returns `delay`, the number of inner steps until a result is used; the default is half an exchange interval."""
     return every // (2 * fragments) if delay is None and fragments > 0 else delay or 0
 
 
@@ -152,8 +152,8 @@ class DiLoCo:
         delay: the number of inner steps from the start of an exchange until its result is used. The exchange overlaps
             with these steps, and the rank's progress during them is added to the result (Zhou et al. 2020, DaSGD). The
             default is half the number of steps between two exchanges.
-        mix: the weight, at least 0 and less than 1, of the rank's own parameters from the start of the exchange. The
-            outer parameters have the weight `1 - mix`.
+        mix: the weight of the parameters that the rank had at the start of the exchange, at least 0 and less than 1.
+            The outer parameters have the weight `1 - mix`.
         grace_s: the time in seconds that an exchange waits for other ranks after the first rank has arrived. A late
             rank is excluded, and its progress is included in the fragment's next exchange. If None, an exchange waits
             for all ranks. In either case, exchanges wait until every rank has called `step` for the first time.

@@ -149,7 +149,7 @@ class ArrivalTracker:
         self._first_s: dict[int, float] = {}  # the time of the first arrival at each exchange
 
     def arrived(self, rank: int, number: int, now_s: float) -> None:
-        """Records that a rank has arrived at an exchange, or has no more exchanges if `number` is FINISHED."""
+        """Records that a rank has arrived at exchange `number`, or that it has finished if `number` is FINISHED."""
         if number == FINISHED:
             self._has_finished[rank] = True
             return
@@ -158,7 +158,7 @@ class ArrivalTracker:
         self._offered[rank] = max(self._offered[rank], number)
 
     def due_s(self) -> float | None:
-        """Returns the deadline in seconds of the current exchange, or None before the first arrival."""
+        """Returns the deadline of the current exchange in seconds, or None before the first arrival."""
         first_s = self._first_s.get(self.number)
         return None if first_s is None else first_s + self._grace_s
 

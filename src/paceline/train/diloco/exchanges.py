@@ -113,7 +113,7 @@ class ExchangeMailbox:
     # - Methods for the exchange thread
 
     def pause(self, seconds: float | None) -> None:
-        """Waits up to `seconds`, or indefinitely if None, for a change; the caller must hold `changed`.
+        """Waits for a change for at most `seconds`, or indefinitely if it is None; the caller must hold `changed`.
 
         Raises:
             MailboxClosedError: the mailbox was closed.
@@ -123,7 +123,7 @@ class ExchangeMailbox:
         self.changed.wait(seconds)
 
     def latest_offer_from(self, number: int) -> int | None:
-        """Returns the latest started exchange if `number` has started, FINISHED if training is complete, or None.
+        """Returns the latest exchange to start if `number` has started, FINISHED if training is complete, else None.
 
         The caller must hold `changed`.
         """
@@ -177,8 +177,8 @@ class ParticipantPolicy(Protocol):
 class WaitForAll:
     """Waits for all ranks that have not finished.
 
-    A rank that has arrived starts sending its tensors while the ranks report their arrivals in `group`, a group that
-    has no other use.
+    A rank that has arrived starts sending its tensors while the ranks report their arrivals in `group`, which has no
+    other use.
     """
 
     def __init__(self, group: ProcessGroup, mailbox: ExchangeMailbox) -> None:
@@ -232,7 +232,7 @@ class GraceWindow:
                 self._receive_from(rank)
 
     def arrived(self, number: int) -> None:
-        """Sends this rank's arrival at an exchange, or FINISHED, to rank 0."""
+        """Reports this rank's arrival at an exchange, or FINISHED, to rank 0."""
         if not self._decides:
             self._sent = [work for work in self._sent if not work.is_completed()]
             self._send(torch.tensor([number], device="cpu"), _DECIDER, _ARRIVALS)
@@ -480,7 +480,7 @@ class BackgroundExchanges:
         return found
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the results of this rank's exchanges, then those of other ranks' exchanges until all have left."""
+        """Yields the results of this rank's exchanges, and then other ranks' results until all ranks have left."""
         mailbox, policy = self._opened()
         mailbox.finish()
         policy.arrived(FINISHED)

@@ -20,8 +20,8 @@ from paceline.train.diloco.exchanges import Tensors
 def averaged_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Returns the buffers that are averaged over the ranks: the floating-point buffers in the state_dict.
 
-    Other buffers are excluded: each rank recomputes buffers outside the state_dict, and a mean of counters has no
-    meaning.
+    Other buffers are excluded, because each rank recomputes buffers outside the state_dict, and because a mean of
+    counters has no meaning.
     """
     return [buffer for buffer in _saved_buffers(module) if buffer.is_floating_point()]
 
@@ -70,7 +70,7 @@ def cut(sizes: Sequence[int], fragments: int) -> list[range]:
 class OuterParameters(nn.Module):
     """Holds the outer parameters: copies of the parameters as of their last exchange, bitwise equal on all ranks.
 
-    The copies are sent from CPU memory and have at least single precision.
+    The copies are sent from CPU memory and have at least float32 precision.
 
     Args:
         params: the parameters that the ranks train.

@@ -46,12 +46,12 @@ class EvaluationLoader(Protocol):
     """Interface for evaluation loaders, such as `ShardLoader`."""
 
     def whole_epoch(self) -> Iterator[StepBatches]:
-        """Yields all steps of one epoch; every call yields the same epoch."""
+        """Yields all steps of one epoch; every call yields the same steps."""
         ...
 
 
 class Sums(Protocol):
-    """Interface of objects that add up the values of all shards."""
+    """Interface for objects that add up the values of all shards."""
 
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
         """Returns the sum over all shards, added in tree order.

@@ -18,7 +18,7 @@ ORDER, READING, TRAINING, FORWARD, EVALUATION = range(5)
 
 
 class Batch(Protocol):
-    """Interface of a shard's batch, such as the `ShardBatch` objects from a `ShardLoader`."""
+    """Interface for a shard's batch, such as the `ShardBatch` objects from a `ShardLoader`."""
 
     @property
     def key(self) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from paceline.train.logical_shards.shard_batches import READING, EpochPlan, Shar
 
 
 class IndexedDataset(Protocol):
-    """Interface of indexable datasets with a length."""
+    """Interface for indexable datasets with a length."""
 
     def __len__(self) -> int:
         """Returns the number of samples."""

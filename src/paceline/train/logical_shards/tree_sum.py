@@ -48,7 +48,7 @@ def run_of_rank(shards: int, num_ranks: int, rank: int) -> range:
 
 
 def nodes_within(run: range, node: Node) -> list[Node]:
-    """Returns the largest nodes in the subtree of `node` that cover only shards of `run`.
+    """Returns the largest nodes that are in the subtree of `node` and cover only shards in `run`.
 
     A rank can add up these nodes on its own. If the number of ranks is a power of two that divides the number of
     shards, each rank has exactly one.
@@ -84,7 +84,7 @@ def is_tree_over_ranks(root: Node, nodes: Sequence[Sequence[Node]]) -> bool:
 def add_up(
     node: Node, add: Callable[[Value, Value], Value], leaf: Callable[[int], Value], known: Mapping[Node, Value]
 ) -> Value:
-    """Returns the value of `node`: a known value, the value of a single shard, or the left half plus the right half.
+    """Returns the value of `node`: a known value, the value of a single shard, or the sum of its two halves.
 
     The sum is computed depth first, so that at most one value per tree level is in memory.
     """
@@ -142,7 +142,7 @@ def gradient_or_zeros(param: torch.Tensor, gradient: torch.Tensor | None) -> tor
 
 
 def laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Converts a gradient to its parameter's device and strides, because optimizers are fastest with these."""
+    """Converts a gradient to its parameter's device and strides, because optimizers are fastest if both match."""
     if gradient.stride() == param.stride() and gradient.device == param.device:
         return gradient
     return torch.empty_like(param, requires_grad=False).copy_(gradient)
@@ -222,7 +222,7 @@ def _added(left: Values, right: Values) -> Values:
 
 
 def _announced(own: Sequence[Values], nodes: Sequence[Sequence[Node]], group: ProcessGroup) -> Values:
-    """Returns meta tensors with the dtypes and shapes of the values, which a rank with shards sends to all ranks.
+    """Returns meta tensors with the values' dtypes and shapes, as broadcast by the first rank with shards.
 
     A meta tensor is a placeholder for a CPU tensor, so ranks without shards support only values on the CPU.
     """

@@ -147,7 +147,7 @@ def into_micro_batches(batch: tuple[torch.Tensor, ...], micro_batches: int) -> l
 
 
 class LossFunction(Protocol):
-    """Interface of functions that compute a micro-batch's mean loss from the last layer's output and the target."""
+    """Interface for functions that compute a micro-batch's mean loss from the last layer's output and the target."""
 
     def __call__(self, output: Any, target: Any, /) -> torch.Tensor:
         """Returns the mean loss, a scalar."""
@@ -322,7 +322,7 @@ class Pipeline(nn.Module):
         return agreed_rows(self._group, self.plan, first, last)
 
     def _endings(self, targets: Any, weight: float) -> list[Ending]:
-        """Returns each micro-batch's loss function if this rank has the last stage; `weight` is that of one sample."""
+        """Returns each micro-batch's loss function if this rank has the last stage; `weight` applies to each sample."""
         if not self.is_last:
             return []
         parts = self.plan.micro_batches

@@ -126,7 +126,7 @@ class GradientExchange:
         Args:
             changed: a description of a forbidden change to the parameters on this rank, or None.
             has_inputs: whether this rank still has inputs.
-            needs_averages: whether this rank's gradients are still to be averaged.
+            needs_averages: whether this rank's gradients have yet to be averaged.
 
         Returns:
             True if any rank's gradients are still to be averaged. In this case, the ranks have also exchanged which
@@ -216,7 +216,7 @@ class GradientExchange:
 
     @property
     def may_update(self) -> bool:
-        """Whether the core can apply updates in this step, which requires that sums within the host are final."""
+        """Whether the core can apply updates in this step, which requires sums within the host to be final."""
         return self._applies_updates and not (self.idle and self.divides_by_active)
 
     @torch.no_grad()

@@ -107,8 +107,8 @@ class RowwiseParallel(ParallelStyle):
     Args:
         input_layouts: the layout of a linear layer's input: `Shard(-1)` (the default), as returned by a
             `ColwiseParallel` layer, or `Replicate()`. An embedding's input is always replicated.
-        output_layouts: the layout of the output, the sum of the ranks' results: `Replicate()` (the default), or
-            `Shard(dim)`, for example along the sequence dimension.
+        output_layouts: the layout of the output, which is the sum of the ranks' results: `Replicate()` (the default),
+            or `Shard(dim)`, for example along the sequence dimension.
         use_local_output: has no effect; accepted for compatibility with torch.
     """
 

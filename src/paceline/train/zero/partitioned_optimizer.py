@@ -190,7 +190,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     @abstractmethod
     def _divide_by_initial(self, divides: bool) -> None:
-        """Sets whether averages within `Join` are divided by the number of all ranks or of ranks with inputs."""
+        """Sets the divisor of averages within `Join`: the number of all ranks, or the number of ranks with inputs."""
 
     def _make_inner(self, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
         """Creates the inner optimizer for this rank's shards, and exposes its state and options."""
@@ -281,7 +281,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         """Loads group options, and shard states in the order of `own_parts`.
 
         Raises:
-            ValueError: the numbers of parameters in `groups` differ from this optimizer's.
+            ValueError: `groups` and this optimizer's groups contain different numbers of parameters.
         """
         self._load(state_dict_of_parts(groups, states, self.param_groups, self._shards.by_param))
 

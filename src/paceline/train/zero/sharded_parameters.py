@@ -78,7 +78,7 @@ def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit
 
 
 def buckets_of_units(units: Sequence[Unit], trained: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Returns a bucket for each unit: the indices in `trained` of the unit's parameters."""
+    """Returns a bucket for each unit: the unit's parameters, as indices into `trained`."""
     index_of = {id(param): index for index, param in enumerate(trained)}
     return [[index_of[id(param)] for param in unit.params if id(param) in index_of] for unit in units]
 
@@ -93,7 +93,7 @@ Layer = TypeVar("Layer", bound=Hashable)
 
 
 class LayerOrder(Generic[Layer]):
-    """Predicts the next layer to run: the layer that followed the current layer when it last ran.
+    """Predicts the next layer to run: the layer that ran after the previous run of the current layer.
 
     >>> order = LayerOrder()
     >>> [order.visit(layer) for layer in (0, 1, 2)]

@@ -180,7 +180,7 @@ class Shard:
 
     @torch.no_grad()
     def refresh_master(self, updated: torch.Tensor) -> None:
-        """Copies elements that have changed since `round_master`, for example by loading a state, to the master copy.
+        """Updates the elements of the master copy whose parameter values changed after `round_master`.
 
         For all other elements, the master copy keeps its full precision.
 

@@ -144,7 +144,7 @@ class StateStorage:
         return None
 
     def copies(self, param: torch.Tensor) -> bool:
-        """Returns True if the optimizer updates a master copy of a parameter."""
+        """Returns True if the optimizer updates a master copy of the parameter."""
         return self._dtype_for(param) != param.dtype or (self._offload is not None and not param.is_cpu)
 
     def make_masters(self, shards: Iterable[Shard]) -> None:
