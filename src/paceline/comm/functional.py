@@ -18,8 +18,8 @@ differentiated again. For MAX, MIN and PRODUCT, the tensors are gathered and the
 
 Under torch.compile, each call causes a graph break.
 
-All calls raise the same errors as the plain collectives, in the backward pass as well, and a ValueError on a rank that
-is not in `group`. `src` and `dst` are ranks of the default group.
+All calls raise the same errors as the plain collectives, also in the backward pass. On a rank that is not in `group`,
+they raise a ValueError. `src` and `dst` are ranks of the default group.
 """
 
 from __future__ import annotations
@@ -451,7 +451,7 @@ class AllToAllSingle(Function):
 
 
 def applied(function: type[Function], *arguments: object) -> torch.Tensor:
-    """Calls `function.apply` and types its result, because PyTorch's type stubs do not."""
+    """Calls `function.apply` and casts the result to its type, which PyTorch's type stubs do not specify."""
     return cast(torch.Tensor, function.apply(*arguments))
 
 

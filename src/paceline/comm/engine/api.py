@@ -334,7 +334,7 @@ def _entry(name: str) -> _Entry | None:
 
 
 def _process_groups() -> ModuleType:
-    """Returns the module `process_groups`, which is imported only on use because it imports torch.distributed."""
+    """Returns the module `process_groups`, which is imported only when needed, because it imports torch.distributed."""
     return importlib.import_module("paceline.comm.engine.torch_backend.process_groups")
 
 

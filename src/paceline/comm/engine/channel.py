@@ -62,7 +62,7 @@ def dtype_name(code: int) -> str:
     return _DTYPE_NAMES[code]
 
 
-# Programs for torch also use the nested class RedOpType and the former name `reduce_op`.
+# torch programs also use the nested class RedOpType and the former name `reduce_op`.
 setattr(ReduceOp, "RedOpType", ReduceOp)  # noqa: B010 (an assignment would look like another reduction to mypy)
 reduce_op = ReduceOp
 
@@ -157,7 +157,7 @@ class CallOutcome(Protocol):
 
     @property
     def step(self) -> int:
-        """The index of the first step of the schedule that does not fit the call (SCHEDULE_UNFIT only)."""
+        """The index of the schedule's first step that does not fit the call (SCHEDULE_UNFIT only)."""
 
     @property
     def split_from(self) -> int:
@@ -278,7 +278,7 @@ class EngineChannel(Protocol):
         return False
 
     def broadcast(self, address: int, count: int, dtype: int, root: int, timeout_ns: int, /) -> CallOutcome | None:
-        """Copies one dense tensor of the root to all ranks; returns None on success."""
+        """Copies one dense tensor from the root to all ranks; returns None on success."""
         outputs = [[address, count * ITEM_SIZES[dtype]]]
         return self.run(CollectiveCall(Operation.BROADCAST, dtype, NO_REDUCTION, root, count, timeout_ns, [], outputs))
 

@@ -184,7 +184,7 @@ class Formation:
             raise self._without(lost)
 
     def await_news(self) -> None:
-        """Polls with `look` for as long as the report of a lost rank may take to arrive.
+        """Polls with `look` for the longest time that a report about a lost rank may take to arrive.
 
         Raises:
             RendezvousError: a rank gave up or died.

@@ -2,9 +2,9 @@
 
 This module does not import torch, because the launcher uses it to check the variables.
 
-BBR, the default congestion control on many machines, paces packets. Within a data center its timers take longer than
-the transfer itself (bench/hosts.py shows half the throughput between two hosts), and loss-based congestion control
-utilizes the link equally well.
+BBR, the default congestion control on many machines, paces packets. Within a data center, the timers for pacing take
+longer than the transfer itself and halve the throughput between two hosts (bench/hosts.py). Loss-based congestion
+control does not pace packets and can use the full link.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def _one_by_one(tensors: Iterable[object]) -> None:
 
 
 def _increment_versions() -> Count:
-    """Returns PyTorch's function or, in releases where it accepts only one tensor, a function that loops over it."""
+    """Returns PyTorch's function or, in releases where it accepts only one tensor, a loop over the tensors."""
     try:
         _increment([torch.empty(0, device="cpu")])
     except TypeError:

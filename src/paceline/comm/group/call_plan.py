@@ -424,7 +424,7 @@ def reduction_of(op: object) -> Reduction:
 
 
 def one_list(lists: Sequence[Tensors], call: str) -> Sequence[torch.Tensor]:
-    """Unwraps the only list in `lists`; programs for torch pass one list per device.
+    """Unwraps the only list in `lists`; torch programs pass one list per device.
 
     A plain list of tensors is returned unchanged.
 

@@ -1,4 +1,4 @@
-"""Number formats in which calls send floats with fewer bits between hosts, and error feedback for them (`Wire`)."""
+"""Number formats with which floats take fewer bits between hosts, and error feedback for the rounding (`Wire`)."""
 
 from __future__ import annotations
 

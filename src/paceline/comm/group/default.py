@@ -1,4 +1,4 @@
-"""The default process group, which calls without a `group` argument use, and queries about process groups and backends.
+"""The default process group, used by calls without a `group` argument, and queries about process groups and backends.
 
 Only this module sets the default group. A `World` contains the default group and its store, engines and subgroups.
 While the world created by `init_process_group` exists, Paceline is also torch.distributed's default backend for CPU

@@ -244,7 +244,7 @@ class Engines:
 
 
 def permitted(backend: BackendChoice, rank: int, members: Sequence[RankIdentity]) -> BackendChoice:
-    """Returns `backend` without engines that the job's security level or single port forbids for these members.
+    """Returns `backend` without the engines that the job's security level or single port forbids for these members.
 
     If the program did not specify a backend, tensors on an accelerator whose engine is forbidden are staged through
     host memory.

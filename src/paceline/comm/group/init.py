@@ -2,7 +2,7 @@
 
 A group is formed in three steps: the ranks perform a rendezvous (`perform_rendezvous`), start the engines, and connect
 to each other (`form`). `form_apart` and `make_default` split the creation of a default group in two, for ranks that
-form their next group while they still use the previous one.
+form their next group while they still use the current one.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def init_process_group(
     """Creates the default process group. Every rank must call this once; it returns when all ranks have called it.
 
     A program that does not call this function uses torch.distributed's default group, provided that the backend of this
-    group is "paceline". While the group exists and PyTorch finds no GPU, torch.distributed uses Paceline for CPU
-    tensors if no backend is named, for instance in `fully_shard`.
+    group is "paceline". While the group created by this function exists and PyTorch finds no GPU, torch.distributed
+    uses Paceline for CPU tensors if no backend is named, for instance in `fully_shard`.
 
     Args:
         backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each type
@@ -212,7 +212,7 @@ def new_group(
         device_id: this rank's accelerator as for `init_process_group`.
         sort_ranks: whether the group ranks follow numerical order (torch's default) rather than the order of `ranks`.
         algorithm: the algorithm as for `init_process_group`; the default group's algorithm if None.
-        wire: the format as for `init_process_group`; exact if None, even if the default group has a `wire`.
+        wire: the format as for `init_process_group`. If None, sums are exact, even if the default group has a `wire`.
 
     Returns:
         The group, or `GroupMember.NON_GROUP_MEMBER` on a rank that is not in it.

@@ -503,7 +503,7 @@ class ProcessGroup:
         return [bytes(as_memory(buffer)) for (buffer,) in received]
 
     def explain(self, operation: str, nbytes: int) -> str:
-        """Returns a report of the algorithm that the group uses for a call of `nbytes` bytes, with the reason.
+        """Returns text that states which algorithm the group uses for a call of `nbytes` bytes, and why.
 
         Raises:
             ValueError: there is no operation of that name.

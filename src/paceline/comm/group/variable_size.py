@@ -156,7 +156,7 @@ def gather_pieces(
     root: int,
     timeout: Timeout | None,
 ) -> None:
-    """Gathers all ranks' pieces on the root; `received[r]` receives rank r's pieces, and is empty on other ranks."""
+    """Gathers all ranks' pieces on the root into `received`, in rank order; `received` is empty on other ranks."""
     nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
     inputs = [mine if rank == root else [] for rank in range(group.size())]
     group.all_to_all(received if group.rank() == root else nothing, inputs, timeout=timeout)

@@ -402,7 +402,7 @@ def when_done(call: PendingCall, then: Callable[[], None], device: torch.device 
         call: the call to watch.
         then: the function to call, without arguments.
         device: a device that the call uses. The thread makes it the current device before querying an event, since CUDA
-            might create a context on the first GPU instead.
+            might otherwise create a context on the first GPU.
     """
     level = getattr(_here, "level", -1) + 1
     with _starting:
@@ -506,9 +506,9 @@ class ProfiledCall:
     """The event of a call in the profile, from the creation of this object until `end`, which any thread may call.
 
     Programs identify the calls of a backend in a profile by `is_async`, which torch sets on all events of its own
-    backends. For an event recorded from Python it is only set if the event begins and ends on different threads, so the
-    event of a synchronous call is ended on another thread. In releases of PyTorch that omit such events, ordinary
-    events are recorded. The event of an asynchronous call then ends once the call has been started.
+    backends. For an event recorded from Python, torch sets it only if the event begins and ends on different threads,
+    so the event of a synchronous call is ended on another thread. In releases of PyTorch that omit such events,
+    ordinary events are recorded instead. The event of an asynchronous call then ends once the call has been started.
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:

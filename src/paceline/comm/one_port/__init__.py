@@ -1,8 +1,9 @@
 """One TCP port for all services on a machine: the rendezvous, stores, links between ranks, transfers and copies.
 
-A *multiplexer* listens on the port. Each service requests a *number* from it instead of opening its own port, and each
-connection begins with its service's number. The multiplexer passes the connection's descriptor to the process that
-holds the number, so it does not forward any further bytes. That process authenticates the peer, as on every connection.
+A *multiplexer* listens on the port. Each service requests a *number* from the multiplexer instead of opening its own
+port, and each connection begins with the number of its service. The multiplexer passes the connection's descriptor to
+the process that holds the number, so it does not forward any later bytes. That process authenticates the peer, as on
+every connection.
 
 May use: `security`, `linux`, `durations`. Start reading at `dialer.py`, which is used in place of `socket.connect`,
 then `port_multiplexer.py`, whose `NumberedListener` is used in place of a listening socket.

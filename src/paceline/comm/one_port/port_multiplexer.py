@@ -118,8 +118,8 @@ class PortMultiplexer:
     """Server for one port, which runs on its own thread.
 
     It listens on the addresses for which numbers were requested. At most `MAX_PENDING_CLIENTS` connections may have an
-    incomplete header. Beyond this limit, the oldest such connection of the user or host with the most such connections
-    is closed, so that silent peers cannot block others.
+    incomplete header. Beyond this limit, the oldest one from the user or host with the most such connections is closed,
+    so that silent peers cannot block others.
 
     Args:
         port: the machine's TCP port.

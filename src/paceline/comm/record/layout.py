@@ -2,11 +2,11 @@
 
 A recording is one block of memory, little-endian: a header, the pairs of times that calibrate its clock, a table of
 names, a table of groups, a ring of calls, a ring of events and a table of links. Every entry except a name begins with
-a *stamp*: the entry's index, a version that each change increments, and a flag for complete, open (it will change
+a *stamp*: the entry's index, a version that each change increments, and a state: complete, open (the entry will change
 again) or being written. A copy of an entry is consistent if the stamp was the same before and after copying.
 
 The codes of dtypes, operations and outcomes are defined by the core in native/reduce/reduce.hpp and
-native/call/call.hpp. Tests compare both with this file.
+native/call/call.hpp. Tests compare both headers with this file.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def index_of(stamp: int) -> int:
 
 
 def site_of(site: int) -> tuple[int, int]:
-    """Returns the number of a call site's file name and its line number, or (0, 0) if the call has no call site."""
+    """Returns the number that identifies a call site's file, and its line number; (0, 0) if there is no call site."""
     return site >> LINE_BITS, site & ((1 << LINE_BITS) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Recorder for this process, with the memory for its recording: kept by the launcher, a file, or private memory.
+"""Recorder for this process, whose recording is in memory kept by the launcher, in a file, or in private memory.
 
 The recorder is enabled unless PACELINE_RECORD is "off". It starts when the process creates its first group or span, and
 records the process's rank, groups and exit.

@@ -1,9 +1,10 @@
 """Spans, events and training steps, recorded by the program and by every layer of Paceline.
 
-All other entries in a recording belong to steps. A step of `DistributedDataParallel` lasts from its first forward
-pass in training mode to the first forward pass after the gradients were averaged; forward passes under `no_sync` belong
-to the same step. In an elastic job a step is a round, and with `LogicalShards` it is a call to `backward`. If a program
-uses several of these, the first one determines the steps; elastic rounds always take precedence.
+The calls, spans and events in a recording are assigned to training steps. A step of `DistributedDataParallel` lasts
+from its first forward pass in training mode to the first forward pass after the gradients were averaged; forward passes
+under `no_sync` belong to the same step. In an elastic job a step is a round, and with `LogicalShards` it is a call to
+`backward`. If a program uses several of these, the first one determines the steps; elastic rounds always take
+precedence.
 """
 
 from __future__ import annotations

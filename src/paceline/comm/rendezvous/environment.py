@@ -67,7 +67,7 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
         timeout: the timeout for connecting and for blocking calls.
 
     Raises:
-        ValueError: `served` does not have this form.
+        ValueError: `served` is malformed.
         StoreConnectionError: no process serves the store.
     """
     kind, _, place = served.partition(":")

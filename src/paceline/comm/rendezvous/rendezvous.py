@@ -38,8 +38,8 @@ _met_at_store: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     """Registers a handler for `init_method="SCHEME://..."`. The arguments are the same as for torch's function.
 
-    `init_process_group` calls the handler on each rank and uses its first result. The ranks then check in at this store
-    as for any other address, and missing or duplicate ranks are reported.
+    `init_process_group` calls the handler on each rank and uses its first result. The ranks then check in at the store
+    in this result, as for any other address, and missing or duplicate ranks are reported.
 
     Args:
         scheme: the part of the address before "://", in upper or lower case.

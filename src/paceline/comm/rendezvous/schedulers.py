@@ -1,4 +1,4 @@
-"""Detection, from the environment, of the scheduler that started this process and of the job's machines.
+"""Reads environment variables to detect the scheduler that started this process, and the job's machines.
 
 A scheduler starts one launcher per machine or, like `mpirun -np 8`, one per rank. In the second case each launcher
 starts one worker, and the launcher's `slot` is its number among the launchers on the machine. If the scheduler starts

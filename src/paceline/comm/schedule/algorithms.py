@@ -1,8 +1,8 @@
-"""The algorithms, their predicted durations for a call, and selection of the fastest.
+"""The algorithms, their predicted durations for a call, and the selection of the fastest one.
 
 To add an algorithm, add a file that defines `OFFERS` and `COSTS` to this folder, and a line to this file. The tests
-then prove the algorithm's schedules and compare its costs with a simulation. The closed forms of the durations are the
-`COSTS` of each algorithm, expressed with the cost model in `cost_model.py`.
+then prove the algorithm's schedules and compare its costs with a simulation. Each algorithm's `COSTS` contains closed
+forms of its durations, expressed with the cost model in `cost_model.py`.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def choose(
         AlgorithmPrediction(name, predict(model, name, operation, nbytes, world_size, hosts))
         for name in algorithms_offering(operation)
     ]
-    # Durations are rounded, so that rounding errors do not decide between algorithms that coincide in this case. The
-    # first one in the registry is then chosen.
+    # Durations are rounded, so that rounding errors do not decide between algorithms with the same prediction. Of such
+    # algorithms, the first one in the registry is chosen.
     candidates = tuple(sorted(times, key=lambda prediction: float(f"{prediction.seconds:.9g}")))
     return forced_or_best(operation, nbytes, world_size, len(hosts or [0]), candidates, forced)
 

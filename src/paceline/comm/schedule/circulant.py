@@ -3,9 +3,9 @@
 The number of members is arbitrary. At the start of a reduce-scatter, a member holds contributions to the blocks of all
 n members. In each round it keeps the contributions to its own block and to the blocks of the next members up to a
 certain distance. It divides the rest into parts, and sends each part to the member that owns the part's first block.
-With halves (`radix` 2) the remaining data halves in each round, as in Träff 2024, "Optimal, non-pipelined
-reduce-scatter and allreduce algorithms"; a division into more parts saves rounds, which helps on links with a high
-latency. No byte is sent more often than in a ring. All members perform the same steps relative to their own position.
+With `radix` 2, the remaining data is halved in each round, as in Träff 2024, "Optimal, non-pipelined reduce-scatter and
+allreduce algorithms"; a division into more parts saves rounds, which helps on links with a high latency. No byte is
+sent more often than in a ring. All members perform the same steps relative to their own position.
 
 In an all-reduce on rails, the l-th ranks of all hosts form the l-th rail, which owns the l-th slice of the tensor.
 Rings within the hosts reduce the slice, the rail exchanges it between hosts on the circulant graph, and rings within
@@ -174,7 +174,7 @@ def all_reduce(home: HostPosition, cut: RailParameters) -> BlocksAndSteps:
 
 
 def _short_all_reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Runs on rails with few rounds; if hosts have different numbers of ranks, their leaders exchange the data."""
+    """Returns the steps of an all-reduce in few rounds: on rails or, with uneven hosts, between leaders."""
     hosts, host, local, me = home = find_host_position(topology)
     if home.is_even:
         return all_reduce(home, SHORT)

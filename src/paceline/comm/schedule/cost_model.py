@@ -38,7 +38,7 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The costs of a link between two ranks of a host, of a host's network link, and of the reduction of a byte."""
+    """The costs of a link within a host, of a host's network link, and of reducing one byte."""
 
     within_host: LinkCost
     between_hosts: LinkCost

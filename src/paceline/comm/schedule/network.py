@@ -1,9 +1,9 @@
 """Network model: hosts and their links, racks or regions that share an uplink, and the ranks on the hosts.
 
 Every link is full duplex. A message between hosts passes up the source's link and down the target's link, and through
-the uplinks of both groups if it leaves a group. The latency of the message is the larger latency of the two hosts'
-links plus, if the message passes through uplinks, the largest latency of the uplinks. If `pairs` contains a link for
-the two hosts, the latency of this link applies instead, and messages between these hosts also share its bandwidth.
+the uplinks of both groups if it leaves a group. The latency of the message is the larger of the two hosts' link
+latencies. If the message passes through uplinks, their largest latency is added. If `pairs` contains a link for the two
+hosts, the latency of this link applies instead, and messages between these hosts also share its bandwidth.
 
 Packet loss has two costs. If a fraction p of the packets is lost, retransmissions reduce a rate r to r (1 - p), and TCP
 slows down to at most MSS / RTT * sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion

@@ -27,7 +27,7 @@ MOST_STEPS = 30_000_000
 
 @dataclass(frozen=True)
 class LinkDirection:
-    """One direction of a link: of a rank within its host, of a host, of a group, or between a pair of hosts."""
+    """One direction of a link that belongs to a rank within its host, to a host, to a group, or to a pair of hosts."""
 
     kind: str
     number: int

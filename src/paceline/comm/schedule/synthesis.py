@@ -93,7 +93,7 @@ def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool
 
     Args:
         network: the hosts and their links.
-        detour: the factor by which a hop must be cheaper than a hop back along the other tree.
+        detour: the factor by which a hop must be cheaper to be preferred over the reverse of a hop in the other tree.
         through_gateways: whether only one host of each group exchanges data with other groups.
 
     Raises:
@@ -172,7 +172,7 @@ class _Loads:
             self.loads[link] += times * seconds
 
     def price(self, hop: Hop) -> float:
-        """Returns the increase of the sum of the eighth powers of all loads; the largest loads dominate this sum."""
+        """Returns the increase in the sum of all loads' eighth powers, which the largest loads dominate."""
         return sum(
             _eighth_power((self.loads[link] + seconds) / self.unit) - _eighth_power(self.loads[link] / self.unit)
             for link, seconds in self.hops[hop]
@@ -187,7 +187,7 @@ def _eighth_power(value: float) -> float:
 
 
 def _best_ring(loads: _Loads) -> list[Trees]:
-    """Adds the parts of the ring with the least load among all orders of the hosts (some orders if there are many)."""
+    """Adds the parts of the least loaded ring; tries all orders of the hosts, or some of them if there are many."""
     found: tuple[float, list[Trees]] | None = None
     for order in _orders(loads.n):
         loads.loads = [0.0] * len(loads.loads)

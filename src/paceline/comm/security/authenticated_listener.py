@@ -172,5 +172,5 @@ def _end(connection: socket.socket) -> None:
 
 
 def _host(address: object) -> str:
-    """Returns the host of an accepted connection's address, without its port; empty for Unix sockets."""
+    """Returns the host in an accepted connection's address, or an empty string for Unix sockets."""
     return str(address[0]) if isinstance(address, tuple) else ""

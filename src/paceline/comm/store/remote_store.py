@@ -37,8 +37,8 @@ class RemoteStore(Store):
     reopens a connection that the server has closed.
 
     Args:
-        open_connection: a function that opens an authenticated connection. Its argument is a function without
-            arguments; it retries as long as that function returns True.
+        open_connection: a function that opens an authenticated connection. It takes a function without arguments, and
+            retries as long as that function returns True.
         name: the store's name in error messages.
         timeout: the timeout of blocking calls, in seconds or as a timedelta.
     """

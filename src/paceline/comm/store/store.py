@@ -85,7 +85,7 @@ class Store(ABC):
         return self._ask(StoreOp.ADD, [key.encode()], amount)[0]
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Sets `key` to `desired_value` if its value is `expected_value`; the value of a missing key is empty.
+        """Sets `key` to `desired_value` if its value is `expected_value`; a missing key counts as empty.
 
         Returns the value afterward, or `expected_value` if the key is still missing.
         """

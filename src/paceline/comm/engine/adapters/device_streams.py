@@ -33,7 +33,7 @@ class AcceleratorEvent:
         self._event = event
 
     def done(self) -> bool:
-        """Returns True if the stream has passed the position, without disturbing a graph capture on any thread."""
+        """Returns True if the stream has passed the position; does not disturb a graph capture on any thread."""
         if self._event is None:
             return True
         with _beside_captures(self._device):
@@ -164,7 +164,7 @@ def activated(device: torch.device) -> Iterator[None]:
 
 
 def on_stream(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[object]:
-    """Makes `stream`, a result of `current_stream`, the calling thread's current stream; None denotes the CPU."""
+    """Sets the calling thread's current stream to `stream`, as returned by `current_stream`; None denotes the CPU."""
     return contextlib.nullcontext() if stream is None else _CurrentStream(device, stream)
 
 

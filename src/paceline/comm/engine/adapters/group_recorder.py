@@ -56,7 +56,7 @@ class DeviceClock:
         return _core.record_tick_at(monotonic_ns + round(after_s * 1e9))
 
     def _read(self) -> tuple[AcceleratorEvent, int]:
-        """Records events and returns the one whose completion time has the tightest bounds, with this time."""
+        """Records events; returns the event whose completion time has the tightest bounds, and that time."""
         best: tuple[int, AcceleratorEvent, int] | None = None
         for _ in range(_ATTEMPTS):
             before_ns = time.monotonic_ns()

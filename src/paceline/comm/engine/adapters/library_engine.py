@@ -432,7 +432,7 @@ class LibraryEngine:
         return GatheredMembers(members, group_rank, by_host(members), algorithm, diagnosis)
 
     def _keep(self, channel: EngineChannel, messages: Messages) -> LibraryGroup:
-        """Creates a group from a channel and messages; `close` closes the group."""
+        """Creates a group from its channel and its messages, and registers the group for `close`."""
         group = LibraryGroup(channel, messages)
         self._groups.append(group)
         return group

@@ -115,7 +115,7 @@ _HISTORY = 16  # the number of calls remembered for a diagnosis
 
 
 class LibraryError(Exception):
-    """The library rejected a call or failed during the call; the message is that of the library."""
+    """The library rejected a call or failed during the call; the message is the library's own."""
 
 
 class CallTimeout(Exception):

@@ -58,7 +58,7 @@ def dial(
     Raises:
         OSError: no process is listening on that address.
         AuthenticationError: the other end does not have the key, or did not answer in time.
-        HandshakeUnfinishedError: the other end still dropped connections at the deadline.
+        HandshakeUnfinishedError: the other end was still dropping connections at the deadline.
     """
     pause_s = _FIRST_PAUSE_S
     while True:

@@ -154,7 +154,7 @@ class _Links:
 
     Attributes:
         own_end: this rank's end.
-        addresses: the hosts and ports at which the ranks of other hosts listen.
+        addresses: the hosts and ports at which the ranks on other hosts listen.
         lanes: the indices of the connections to each peer.
         closed: the addresses of machines that are known not to accept connections.
         found: the connections by peer and lane.

@@ -218,7 +218,7 @@ class HostRanks:
         return [rank for rank, place in enumerate(self.places) if place >= 0]
 
     def share(self, nbytes: int) -> tuple[_core.SharedMemory, int]:
-        """Creates zeroed memory for the ranks on this host; returns the memory and its number, an argument of `find`.
+        """Creates zeroed memory for the ranks on this host; returns the memory and the number to pass to `find`.
 
         Raises:
             OSError: no memory or descriptors are left.
@@ -238,7 +238,7 @@ class HostRanks:
         _core.withdraw_memory(self.mesh, number)
 
 
-# The size of a slot; a rank has four slots in each group. The part of a tensor in a slot stays in the L2 cache.
+# The size of a slot; each rank has four slots in each group. A part of a tensor of this size stays in the L2 cache.
 SLOT_BYTES = 128 << 10
 _DEFAULT_STREAMS = 1
 _MOST_NAMED = 8  # maximum number of ranks in an error message

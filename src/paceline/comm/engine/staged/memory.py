@@ -31,7 +31,7 @@ class StagedBuffer:
     Attributes:
         nbytes: the length of the whole buffer.
         source: the device memory to copy to the slot before the call for a chunk, or None.
-        target: the device memory to which to copy the slot after the call, or None.
+        target: the device memory that receives a copy of the slot after the call, or None.
     """
 
     nbytes: int

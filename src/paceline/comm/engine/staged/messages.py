@@ -64,7 +64,7 @@ class OutgoingDeviceMessage:
         self._failure: CallOutcome | None = None
 
     def begin(self) -> bool:
-        """Begins the message if it has been copied, or fails it if the copy is late; returns False otherwise."""
+        """Begins the message if it has been copied, or fails it if the copy is late; returns False if it must wait."""
         if self._message is None and self._failure is None:
             if self._copied.done():
                 assert self._start is not None

@@ -310,7 +310,7 @@ class CallStream:
         return bisect.bisect_left(range(len(flights)), True, key=lambda index: not _has_passed(flights[index]))
 
     def _difference(self, at_once: bool = False) -> CallFailure | None:
-        """Returns the failure if this rank's calls differ from the next rank's, since NCCL may not detect this.
+        """Returns the failure if this rank's calls differ from the next rank's, which NCCL may not detect.
 
         Every rank performs this comparison, which detects a difference even after the calls have completed.
         """

@@ -209,7 +209,7 @@ class MessageLane:
         self._is_open = False
 
     def put(self, message: DeviceMessage, put: Callable[[AcceleratorEvent | None], DeviceWork]) -> None:
-        """Enqueues a message after the earlier ones by calling `put`, with the event for which it must wait, if any.
+        """Calls `put` to enqueue a message after the earlier ones; passes the event for which it waits, or None.
 
         Raises:
             RuntimeError: the lane is not open, and the current stream is being captured into a graph.

@@ -262,7 +262,7 @@ class GlooEngine(LibraryEngine):
 
 
 def _address(context: EngineContext) -> str:
-    """Returns the address to bind: on one host the loopback address, because gloo does not authenticate peers."""
+    """Returns the address to bind; on a single host, this is loopback, because gloo does not authenticate peers."""
     one_host = len({member.host for member in context.members}) == 1
     if one_host and not context.interface and _is_loopback(context.peer):
         return "127.0.0.1"

@@ -2,8 +2,8 @@
 
 `exchange_peers` exchanges processes and devices through the store before the library connects the ranks. `RankProgress`
 publishes each rank's latest calls in the store, so that a timeout error can list the missing ranks. `PeerWatch` polls
-the processes on this machine, and the store for ranks on other machines, because NCCL itself waits for a dead rank
-forever.
+the processes on this machine, and looks up the exits of ranks on other machines in the store, because NCCL itself waits
+forever for a dead rank.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RankProgress:
         return [index for index, (sequence, *_) in enumerate(self.latest()) if sequence < call[0]]
 
     def difference(self, at_once: bool = False) -> dict[int, HeaderFields]:
-        """Returns this rank's call and the next rank's call at the first number at which they differ.
+        """Returns this rank's call and the next rank's call with the first sequence number at which the calls differ.
 
         The result maps the indices of the two ranks to their calls; it is empty if no published calls differ. Unless
         `at_once`, the store is polled as often as this rank publishes, and then a few times more until the other rank
@@ -146,7 +146,7 @@ class DevicePeer:
 
     @staticmethod
     def here(gpu: str, device: str) -> DevicePeer:
-        """Returns the calling process. If `gpu` is not empty, it identifies the device across processes."""
+        """Returns the calling process and its device; `gpu`, unless empty, identifies the device across processes."""
         processes = os.stat("/proc/self/ns/pid").st_ino
         return DevicePeer(f"{host_id()}/{processes}", os.getpid(), gpu, device)
 
@@ -226,8 +226,8 @@ class PeerWatch:
     Args:
         peers: the ranks' processes.
         index: the index of this rank in `peers`.
-        has_exited: a function that returns True if the store contains the exit of the rank with the given index. It is
-            called every five seconds for a few of the ranks on other machines.
+        has_exited: a function that returns True if, according to the store, the rank with the given index has exited.
+            It is called every five seconds for a few of the ranks on other machines.
     """
 
     def __init__(self, peers: Sequence[DevicePeer], index: int, has_exited: Callable[[int], bool]) -> None:

@@ -199,7 +199,7 @@ def _start_by_type(
     results: Sequence[torch.Tensor],
     start: Callable[[list[int]], Work | None],
 ) -> Work | None:
-    """Starts a call for each dtype with the indices of its tensors, or a single call if there are no tensors."""
+    """Calls `start` for each dtype with the indices of the tensors of that dtype, or once if there are no tensors."""
     return join_works([start(indices) for indices in _by_type(tensors)], call, results)
 
 

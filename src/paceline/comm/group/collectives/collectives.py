@@ -105,8 +105,8 @@ def monitored_barrier(group: Group = None, timeout: Timeout | None = None, wait_
     Args:
         group: the group; the default group if None.
         timeout: the time to wait, as a timedelta or in seconds; the group's timeout if None.
-        wait_all_ranks: whether the message lists all missing ranks, rather than the first one and the number of further
-            ones.
+        wait_all_ranks: whether the message lists all missing ranks, rather than the first one and the number of other
+            missing ranks.
 
     Raises:
         CollectiveTimeoutError: ranks are missing; the attribute `missing` lists all of them. The group can no longer be
