@@ -396,7 +396,7 @@ def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
 
 
 def reduction_of(op: object) -> Reduction:
-    """Converts an option object or torch's `ReduceOp` to Paceline's reduction, which it also accepts; None means SUM.
+    """Converts an option object, a torch reduction or a Paceline reduction to a Paceline reduction; None means SUM.
 
     Raises:
         TypeError: `op` has another type, or is a reduction that Paceline does not support.

@@ -30,7 +30,7 @@ _OURS, _TORCHS = "paceline", "gloo"
 
 
 def set_torch_default_backend() -> None:
-    """Makes Paceline torch's default backend for CPU tensors, if the plug-in is registered and no backend was chosen.
+    """Sets torch's default backend for CPU tensors to Paceline if the plug-in is registered and no backend was chosen.
 
     On a machine with a GPU, torch's default remains unchanged.
     """

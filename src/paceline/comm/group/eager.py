@@ -27,7 +27,7 @@ _HAS_STRATEGIES = hasattr(_NATIVE, "_FrameExecStrategy")
 
 
 def eager(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Makes torch.compile run the function `call`, and all functions that it calls, uncompiled.
+    """Makes torch.compile leave the function `call`, and all functions that it calls, uncompiled.
 
     A compiled function has a graph break at each call to `call`; with fullgraph=True it raises an error.
     """

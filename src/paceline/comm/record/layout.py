@@ -170,7 +170,7 @@ def index_of(stamp: int) -> int:
 
 
 def site_of(site: int) -> tuple[int, int]:
-    """Returns the number that identifies a call site's file, and its line number; (0, 0) if there is no call site."""
+    """Returns the number that identifies a call site's file, and the line number; (0, 0) if there is no call site."""
     return site >> LINE_BITS, site & ((1 << LINE_BITS) - 1)
 
 

@@ -66,7 +66,7 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
 
 class RendezvousResult:
-    """Result of a rendezvous. Until `take_back_will(store)`, the store reports this process's death to other ranks.
+    """Result of a rendezvous. The store reports this process's death until `take_back_will(store)` is called.
 
     Attributes:
         rank: this process's rank.

@@ -1,8 +1,8 @@
 """Proof, by symbolic execution, that the schedules of a world implement their operation correctly.
 
-`verify` runs all schedules on symbolic values over unbuffered links, block by block, each block as soon as the rules in
-`steps.py` allow. A single run is sufficient, because the schedules alone, and not the order of events, determine what a
-step waits for. Therefore either every order of events completes or every order deadlocks.
+`verify` runs all schedules on symbolic values over unbuffered links, block by block, and processes each block as soon
+as the rules in `steps.py` allow. A single run is sufficient, because the schedules alone, and not the order of events,
+determine what a step waits for. Therefore either every order of events completes or every order deadlocks.
 
 The value of a block is (identity, contributors): the number of the block, and a bit mask of the ranks whose
 contributions are included in its sum. The blocks of all ranks form one array of places. A barrier has no blocks, so a

@@ -1,8 +1,8 @@
 """Handling of peers that have not been authenticated.
 
 The kernel reports the origin of a connection. The number of pending connections is limited, so that silent peers cannot
-block others. The first rejected connections are logged in full, and further ones as a count. Malformed data of any kind
-raises a `ValueError`.
+block others. The first rejected connections are logged in full, and later ones are only counted in the log. Malformed
+data of any kind raises a `ValueError`.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class TCPStore(RemoteStore):
 
     Raises:
         ValueError: the address is not loopback and the job has no secret.
-        StoreConnectionError: the port is in use (the message identifies the process that uses it, if it can be
-            determined), or no server answered within `timeout`.
+        StoreConnectionError: the port is in use (the message identifies the process that uses it, if known), or no
+            server answered within `timeout`.
         AuthenticationError: the server at this address belongs to another job.
     """
 

@@ -85,7 +85,7 @@ class AcceleratorStream:
             self._stream.wait_event(event._event)
 
     def record(self, timing: bool = False) -> AcceleratorEvent:
-        """Records an event after the work enqueued so far on this stream, with its device time if `timing` is set."""
+        """Records an event after this stream's enqueued work; if `timing` is set, the event can measure device time."""
         return _recorded(self.device, self._stream, timing)
 
     def current(self, before: Any = None) -> contextlib.AbstractContextManager[object]:

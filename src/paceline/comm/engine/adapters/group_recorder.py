@@ -92,7 +92,7 @@ class DeviceWatch:
 
         Args:
             poll: the function, which must not block.
-            device: the device of the events, which is the current device during each call of `poll`.
+            device: the events' device. It is the current device during each call of `poll`.
         """
         with self._lock:
             self._polls[poll] = device

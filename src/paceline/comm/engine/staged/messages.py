@@ -75,7 +75,7 @@ class OutgoingDeviceMessage:
         return self._message is not None or self._failure is not None
 
     def fail(self, failure: CallOutcome) -> None:
-        """Marks a message that has not begun as failed."""
+        """Marks the message as failed; the message must not have begun."""
         self._failure, self._start = failure, None
 
     def done(self) -> bool:

@@ -529,8 +529,8 @@ class CallWatch:
                     self._called.set()
 
 
-# A timeout of at least this length is treated as no timeout: only the program's stream waits for the call, not its
-# thread.
+# A timeout of at least this length is treated as no timeout: only the program's stream waits for the call, and the
+# program's thread does not.
 _NO_LIMIT_NS = 1 << 61
 
 
