@@ -321,7 +321,7 @@ class _Countdown:
 
 
 class _FailedResult:
-    """The value of the future of a failed call.
+    """The value of a failed call's future.
 
     `Future.set_exception` is unsuitable: C++ code in torch that reads a future, such as the reducer of
     DistributedDataParallel, pickles the value to find its tensors, and accesses the first tensor even if there is none.

@@ -44,7 +44,7 @@ from paceline.comm.schedule.steps import (
 
 
 class CirculantRound(NamedTuple):
-    """A round that reduces the blocks at distances below `reach` to those below `width`, in parts of `width` blocks."""
+    """A round that starts with the blocks at distances below `reach` and ends with those at distances below `width`."""
 
     width: int
     reach: int

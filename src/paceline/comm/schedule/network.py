@@ -329,7 +329,8 @@ def _racks(n: int, thin: set[Pair]) -> list[list[int]]:
 def _uplink(n: int, rack: Sequence[int], measured: Mapping[Pair, NetworkLink], near_s: float) -> NetworkLink:
     """Returns the uplink of a rack.
 
-    The rate is the largest sum, over all measured rounds, of the rates of the pairs with exactly one host in the rack.
+    In each measured round, the rates of the pairs with exactly one host in the rack are added. The rate of the uplink
+    is the largest of these sums.
     """
 
     def leaving(pairs: Sequence[Pair]) -> Iterator[NetworkLink]:

@@ -100,7 +100,7 @@ def _path(links: list[NetworkLink], latency_s: float, ways: tuple[tuple[LinkDire
 
 @dataclass
 class SimulationInput:
-    """The input to the core's simulator. A program is the schedule of a rank and of all ranks that it represents.
+    """The input to the core's simulator. A program is a rank's schedule, which the ranks that it represents share.
 
     Attributes:
         network: the ranks and the links between them.

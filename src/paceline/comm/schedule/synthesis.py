@@ -7,8 +7,8 @@ reduce the slices beforehand and distribute them afterward, as in `hierarchical.
 leaders run the trees on the whole tensor.
 
 The hosts' contributions to a part are sent up a tree to the root, and the sum is sent down another tree. Every hop
-occupies each link on its path for some time, and the duration of an all-reduce of a long tensor is determined by the
-most loaded link. A ring is also a packing, in which part i is passed around to host i, and then around again.
+occupies each link on its path for some time, so the most loaded link determines how long an all-reduce of a long tensor
+takes. A ring is also a packing, in which part i is passed around to host i, and then around again.
 
 The search for a packing begins with the best ring. Then each part in turn is removed and added again along the trees
 that increase the loads the least. A tree grows host by host, always by the cheapest hop; a link becomes more expensive

@@ -281,7 +281,7 @@ class SymbolicMemory:
 
 
 def _plan_accesses(memory: SymbolicMemory, schedules: Sequence[Schedule]) -> list[list[Accesses]]:
-    """Returns the accesses of each step of each rank, which follow from the order of the rank's steps."""
+    """Returns the accesses by every rank's steps, which follow from the order of the steps."""
     written = [0] * len(memory.values)
     accessed = [0] * len(memory.values)
     planned: list[list[Accesses]] = []

@@ -32,7 +32,7 @@ def open_own(path: str, access: int = os.O_RDWR) -> int:
 
     Args:
         path: the file's path. Its last part must not be a link.
-        access: the access mode, such as `os.O_RDWR`, with further flags.
+        access: the access mode, such as `os.O_RDWR`, and any additional flags.
 
     Raises:
         SharedFileError: the file is a link, is not a regular file, has another owner or several names, or is accessible

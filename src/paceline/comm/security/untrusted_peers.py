@@ -1,7 +1,7 @@
 """Handling of peers that have not been authenticated.
 
 The kernel reports the origin of a connection. The number of pending connections is limited, so that silent peers cannot
-block others. The first rejected connections are logged in full, and later ones are only counted in the log. Malformed
+block others. The first rejected connections are logged in full, and later ones are counted and summarized. Malformed
 data of any kind raises a `ValueError`.
 """
 

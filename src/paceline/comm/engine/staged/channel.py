@@ -368,7 +368,7 @@ class StagedChannel(EngineChannel):
         return None
 
     def _explained(self, work: StagedWork, layout: StagedLayout, chunk: int, outcome: CallOutcome) -> CallOutcome:
-        """Converts the outcome of the call for a chunk to the outcome of the whole call."""
+        """Converts the outcome of a chunk's call to the outcome of the whole call."""
         if outcome.code == OutcomeCode.MISMATCH and outcome.split_from >= 0:
             before = chunk * layout.part_nbytes
             return _copied(
