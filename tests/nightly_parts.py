@@ -167,7 +167,7 @@ def _separate_files() -> Part:
 
 
 def _cross_build() -> Part:
-    """The tests also run if an emulator is installed."""
+    """Returns a part that builds the core for arm64, and runs the core's tests if an emulator is installed."""
     emulator = shutil.which(_ARM_EMULATOR)
     options = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
     commands = _core_build("build/arm64", _ARM_COMPILER, *options)
@@ -227,7 +227,7 @@ def _newest_torch() -> Part:
 
 
 def _interpreter(minor: int) -> str | None:
-    """Returns the path of an interpreter that can run. pyenv also puts versions on the PATH that are not selected."""
+    """Returns the path of an interpreter that works, because on the PATH, pyenv also has commands that fail."""
     name = f"python3.{minor}"
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for path in [shutil.which(name), *map(str, sorted(versions.glob(f"3.{minor}.*/bin/{name}")))]:

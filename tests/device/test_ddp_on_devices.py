@@ -1,4 +1,4 @@
-"""DistributedDataParallel on devices: results equal those on the CPU, the host does not wait, and calls are few."""
+"""DistributedDataParallel on devices: the same results as on the CPU, without host waits, in few calls."""
 
 from __future__ import annotations
 

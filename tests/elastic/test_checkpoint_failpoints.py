@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def die_in_a_save(
     directory: Path, failpoints: str, undisturbed: str, asynchronous: bool, steps: tuple[int, ...] = (LAST_STEP,)
 ) -> dict[str, int]:
-    """Returns the workers' exit codes; requires that the newest checkpoint is complete and of one of `steps`."""
+    """Returns the workers' exit codes; requires that the newest checkpoint is complete and from one of `steps`."""
     outcome = elastic_job.run(
         elastic_programs.train_and_save,
         EPOCHS,

@@ -61,7 +61,7 @@ def require_each_sample_once(result: dict[str, Any], epochs: int = EPOCHS) -> No
 
 
 def require_reference(result: dict[str, Any]) -> None:
-    """Requires the parameters of one process, which computes each step's mean in float64 from the recorded shares."""
+    """Requires the parameters of a single process that averages each step in float64, using the recorded shares."""
     torch.manual_seed(0)
     model = elastic_usual.Counted(centers=False).double()
     optimizer = torch.optim.SGD(model.net.parameters(), lr=RATE, momentum=0.5)

@@ -1,4 +1,4 @@
-"""In the usual loop, a late worker replays the other workers' steps while these train, and workers die meanwhile."""
+"""In the usual loop, a late worker replays the steps of the training workers, some of which die in the meantime."""
 
 from __future__ import annotations
 

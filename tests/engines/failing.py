@@ -1,4 +1,4 @@
-"""Failing calls of any engine. The group of a failed call cannot be used afterwards."""
+"""Calls that fail, with any engine. After a call has failed, its group cannot be used."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 @contextlib.contextmanager
 def delays(seed: int, most_us: int = 2000) -> Iterator[None]:
-    """Lets streams sleep before about half of their jobs, for a random time of up to `most_us` microseconds."""
+    """Makes streams sleep before about half of their jobs, for a random time of up to `most_us` microseconds."""
     ops.set_delays(seed, most_us)
     try:
         yield

@@ -32,7 +32,7 @@ _AT_A_TIME = 64  # frames from one device, before the others are looked at
 
 @dataclass(frozen=True)
 class Port:
-    """The host on which the bridge creates a device eth<network>: its number, and the path of its namespace."""
+    """A device eth<network> that the bridge creates on a host; `namespace` is the path of the host's namespace."""
 
     host: int
     network: int

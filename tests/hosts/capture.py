@@ -43,7 +43,7 @@ class Capture:
         return sum(map(len, self._frames))
 
     def seen(self, words: Sequence[bytes]) -> list[str]:
-        """Returns those of `words` that a captured frame contains."""
+        """Returns the elements of `words` that occur in a captured frame."""
         return [word.decode() for word in words if any(word in frame for frame in self._frames)]
 
     def __enter__(self) -> Capture:

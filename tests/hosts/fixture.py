@@ -68,12 +68,12 @@ class HostsWorld(World):
 
 
 class Hosts:
-    """Runs functions of a test module on hosts: a number of hosts with `per_host` ranks each, or a list of their ranks.
+    """Runs functions of a test module on several hosts.
 
-    `rate`, such as "1gbit", limits the rate at which each interface sends, including headers. `delay_ms`, `loss` and
-    `bridged` select the bridge; `seed` determines which packets are lost. The table lists the payload that one TCP
-    stream carried on two cores, in Gbit/s. Headers leave 95.6% of the rate with packets of 1500 bytes, and 99.3% with
-    `mtu=9000`.
+    `hosts` is the number of hosts with `per_host` ranks each, or a list with the number of ranks on each host. `rate`,
+    such as "1gbit", limits the rate at which each interface sends, including headers. `delay_ms`, `loss` and `bridged`
+    select the bridge; `seed` determines which packets are lost. The table lists the payload that one TCP stream carried
+    on two cores, in Gbit/s. Headers leave 95.6% of the rate with packets of 1500 bytes, and 99.3% with `mtu=9000`.
 
         rate        switch     bridge
         none        20-40      8

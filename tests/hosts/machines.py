@@ -122,7 +122,7 @@ class Machines:
         return ranks == sorted(list(range(world_size)) * generations)
 
     def wait_for(self, world_size: int, generations: int = 1, timeout_s: float = 60) -> float:
-        """Waits until the workers have started; returns the time at which the last one did."""
+        """Waits until the workers have started; returns the time at which the last worker started."""
         self.wait(lambda: self.runs(world_size, generations), timeout_s)
         return max(float(line[0]) for line in self.log() if line[4] == str(world_size))
 

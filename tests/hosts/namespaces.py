@@ -51,7 +51,7 @@ class Namespace:
         return f"/proc/{os.getpid()}/fd/{self._held.fileno()}"
 
     def run(self, fn: Callable[..., _T], *args: object) -> _T:
-        """Calls `fn` inside the namespace, on a temporary thread; the caller itself does not move."""
+        """Calls `fn` inside the namespace, on a temporary thread; the calling thread stays in its own namespace."""
 
         def inside() -> _T:
             _checked(_libc.setns(self._held.fileno(), _CLONE_NEWNET))

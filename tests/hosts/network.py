@@ -83,9 +83,9 @@ class Network:
         self.change(cut=self.conditions.cut | pairs, port=port)
 
     def close_ports(self, *hosts: int, but: int = 0) -> None:
-        """Drops TCP connections from other hosts, except to the port `but`.
+        """Drops other hosts' TCP connections to `hosts`, except connections to the port `but`.
 
-        These hosts can still connect to others. Like most firewalls, this one drops packets without a response.
+        `hosts` can still connect to other hosts. As with most firewalls, packets are dropped without a response.
         """
         self.change(doors=self.conditions.doors | {(host, but) for host in hosts})
 
@@ -125,7 +125,7 @@ class Network:
         self._switch_inside.configure("tc", [_bound(f"h{host}n0", rate, "replace")])
 
     def part(self, hosts: list[int], rate: str) -> None:
-        """Moves some hosts to another switch, which is connected with a link of this rate."""
+        """Moves some hosts to a second switch; a link of this rate connects the two switches."""
         lines = ["link add other0 up type bridge stp_state 0 mcast_snooping 0"]
         lines += [f"link set h{host}n0 master other0" for host in hosts]
         lines += ["link add cable0 type veth peer name cable1"]
@@ -175,12 +175,12 @@ def _bytes_per_s(rate: str) -> float:
 
 
 def _segment(rate: str, mtu: int) -> int:
-    """Returns the maximum length of a TCP segment in bytes: 0.6 ms at this rate, but at least a few packets."""
+    """Returns the maximum length of a TCP segment in bytes: 0.6 ms of data at this rate, but at least a few packets."""
     return min(max(int(_bytes_per_s(rate) * 0.0006), 4 * mtu), _LONGEST_SEGMENT)
 
 
 def _bound(interface: str, rate: str, verb: str = "add", segment: int = _LONGEST_SEGMENT) -> str:
-    """Returns a token bucket for 1 ms, but for at least two TCP segments, with a queue for 20 ms.
+    """Returns a token bucket that holds 1 ms of data, but at least two TCP segments, with a queue for 20 ms of data.
 
     A large bucket makes a slow network faster than its rate, because the bucket fills in a pause and its content is
     then sent at once. A small bucket is slow, because tbf splits segments that are larger than the bucket into packets.

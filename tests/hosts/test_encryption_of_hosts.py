@@ -57,7 +57,7 @@ def exchange_secrets_under_capture(level: str) -> list[str]:
 
 
 def test_an_encrypted_job_shows_a_listener_nothing(hosts):
-    """The same listener reads all data of a job that is only authenticated."""
+    """The same listener can read all data of a job that is authenticated but not encrypted."""
     assert hosts(2, 1)(exchange_secrets_under_capture, "auth")[0] == [word.decode() for word in WORDS]
     assert hosts(2, 1)(exchange_secrets_under_capture, "encrypt") == [[], []]
 

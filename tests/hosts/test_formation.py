@@ -1,4 +1,4 @@
-"""If a rank gives up or dies while groups form, the others raise an error with its rank and reason within a second."""
+"""If a rank gives up or dies while groups form, the others raise an error with that rank and its reason in a second."""
 
 from __future__ import annotations
 

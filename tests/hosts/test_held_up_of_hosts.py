@@ -1,4 +1,4 @@
-"""Errors on two hosts if ranks wait for a rank that itself waits for a stopped one."""
+"""Errors on two hosts if ranks wait for a rank that is itself waiting for a stopped rank."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_a_time_out_due_before_the_silence_limit_comes_first(hosts, tmp_path):
         run.cut_host(1)
         for number, (error, message, _) in enumerate(run.join(60)):
             assert error == "CollectiveTimeoutError"
-            # The link was cut between two calls, or in a call that the other rank had reached.
+            # The link was cut between two calls, or during a call that the other rank had reached.
             other = re.escape(f"rank {1 - number} (h{1 - number}, pid {run.pids[1 - number]})")
             assert re.search(f"{other} (did not reach the call|reached the call but did not complete it)", message), (
                 message

@@ -1,4 +1,4 @@
-"""Ranks on machines that accept connections at one port only, from all others or only from some."""
+"""Ranks on machines that accept connections at only one port, from all other machines or only from some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live page of a job on several machines shows the ranks, output and links of all of them."""
+"""The live page of a job on several machines shows the ranks, output and links of all machines."""
 
 from __future__ import annotations
 

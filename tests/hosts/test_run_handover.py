@@ -81,7 +81,7 @@ def test_a_machine_that_was_away_learns_that_the_job_is_over(machines):
 
 
 def test_a_machine_that_the_launchers_do_not_reach_comes_back(machines):
-    """Data from the machine's workers still arrives. The others continue without it until a new worker there joins."""
+    """The machine's workers can still send data. The other machines continue without them until a new worker joins."""
     here = machines(3, bridged=True)
     script = here.directory / "train.py"
     script.write_text(TRAINS_ON)

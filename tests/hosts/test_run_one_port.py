@@ -64,7 +64,7 @@ def test_a_job_needs_one_port_of_each_machine(machines):
 
 
 def test_the_serving_machine_has_the_first_ranks(machines):
-    """The order of arrival does not matter, because all machines can connect to it."""
+    """The order of arrival does not matter, because all machines can connect to the serving machine."""
     here = machines(2, bridged=True)
     here.network.close_ports(0, but=PORT)
     here.network.close_ports(1)

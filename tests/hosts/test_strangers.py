@@ -151,7 +151,7 @@ def be_shown_out_at_first() -> None:
         leave = AuthenticatedListener._leave
 
         def too_busy(keeper: AuthenticatedListener, number: int) -> bool:
-            """Newer connections displace the first two connections just when the proofs of those two arrive."""
+            """Newer connections displace the first two connections just as the proofs from these two arrive."""
             welcome = leave(keeper, number)
             if welcome and keeper._channel == "links" and len(shown_out) < 2:
                 shown_out.append(number)

@@ -1,4 +1,4 @@
-"""The launcher that serves the rendezvous reports missing ranks, on any machine."""
+"""The launcher that serves the rendezvous reports missing ranks on all machines."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_a_training_goes_on_in_an_accumulation(
 
 
 def sizes_of_gradients(root: Path) -> list[int]:
-    """Returns the bytes of gradients in a checkpoint after a step, during an accumulation, and after clearing."""
+    """Returns the size of the gradients in a checkpoint after a step, during an accumulation, and after clearing."""
     from paceline.train.checkpoint.format.checkpoint import open_checkpoint
 
     dist.init_process_group()
@@ -151,7 +151,7 @@ def warned(work: Any) -> list[str]:
 
 
 def save_while_accumulating(root: Path, kind: str) -> list[list[str]]:
-    """Returns the warnings of three saves: after two backward passes, after a third with a step, and after a fourth."""
+    """Returns the warnings of six saves: four by one manager while gradients accumulate, and two by another manager."""
     dist.init_process_group()
     model = dist.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)

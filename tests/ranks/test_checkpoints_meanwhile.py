@@ -99,7 +99,7 @@ def test_an_error_of_the_writer_reaches_every_rank(ranks: type[Ranks], tmp_path:
 
 
 def die_at(point: str, count: int, victim: int, root: Path, asynchronous: bool) -> int:
-    """Returns the last step that was reported as saved; the victim dies in the third save unless it exits before."""
+    """Returns the last step that was reported as saved; the victim dies in the third save unless it exits earlier."""
     dist.init_process_group()
     rank, reported = dist.get_rank(), 0
     model = model_of(0)

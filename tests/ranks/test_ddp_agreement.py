@@ -172,7 +172,7 @@ KINDS = {
     "conditional": Kind(Conditional, vectors, {"find_unused_parameters": True}),
     "complex": Kind(Complex, vectors),
     "frozen part": Kind(Frozen, vectors),
-    # bfloat16 has three digits, and gloo sums in a different order.
+    # bfloat16 has about three significant digits, and gloo sums in a different order.
     "mixed types": Kind(Mixed, vectors, tolerance=2e-2),
 }
 

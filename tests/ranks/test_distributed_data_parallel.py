@@ -237,7 +237,7 @@ def a_bucket_without_room() -> None:
     require_refusal(nn.Linear(2, 2), "bucket_cap_mb is 0", ValueError, bucket_cap_mb=0)
 
 
-# Each program also shows that the group is still usable after the refusals of the programs before it.
+# Each program also shows that the group is still usable after the errors of the previous programs.
 REFUSALS = OneWorld(
     shapes_that_differ,
     a_parameter_that_one_rank_lacks,

@@ -297,7 +297,7 @@ def test_forms_types_groups_and_refusals(ranks):
 
 
 def torchs_functions() -> list[object]:
-    """Returns the functions whose gradients are correct with gloo, with an input for each."""
+    """Returns torch's functions whose gradients are correct with gloo, and an input for each function."""
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     results: list[object] = []
 

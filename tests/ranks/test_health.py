@@ -217,7 +217,7 @@ def names_a_setting_of_the_optimizer() -> None:
 
 
 def leaves_alone_what_may_differ() -> None:
-    """Comparisons in every step neither warn nor wait for a rank that runs a forward pass alone."""
+    """Comparisons in every step cause no warnings, and do not block a rank that runs a forward pass alone."""
     odd = dist.get_rank() == 1
     torch.manual_seed(dist.get_rank())
     frozen = mlp()

@@ -31,7 +31,7 @@ CALLS_AFTER_THE_END = 5  # of a group
 PATIENCE = timedelta(seconds=0.3)
 MOST_S = 90
 
-# These calls end the group, or form another one, in which all ranks must take part.
+# These calls destroy the group, or form another group and require that all ranks take part.
 ENDS = {"abort", "shutdown", "shrink", "reconfigure", "merge_remote_group", "split_group"}
 
 Arguments = Callable[[], Sequence[object]]

@@ -82,7 +82,7 @@ def hash_of(model: nn.Module) -> str:
 def train(
     kind: str, count: int, images: Images, workers: int = 0, file: str = "", steps: int = 9999
 ) -> tuple[str, list[float]]:
-    """Trains an epoch, or the rest of the one in the checkpoint `file`; may stop early with a checkpoint."""
+    """Trains for an epoch, but at most `steps` steps; resumes from the checkpoint `file` if any, and updates it."""
     torch.manual_seed(dist.get_rank())
     model, dataset = (cnn(), Digits(*images)) if kind == "cnn" else (Transformer(), Sequences())
     shards = dist.LogicalShards(model, count, seed=7)
@@ -144,7 +144,7 @@ def test_an_epoch_has_the_same_bits_on_one_two_and_four_ranks(ranks):
 
 
 def in_other_numbers(images: Images, file: str) -> dict[str, tuple[str, list[float]]]:
-    """Returns results of 7 shards, of 4 shards with loader workers, and of 8 shards in an epoch of several runs."""
+    """Returns the results with 7 shards, with 4 shards and loader workers, and with 8 shards and a resumed epoch."""
     dist.init_process_group()
     done = {"7 shards": train("cnn", 7, images), "workers": train("cnn", 4, images, int(dist.get_world_size() == 2))}
     if dist.get_world_size() == 1:
@@ -154,7 +154,7 @@ def in_other_numbers(images: Images, file: str) -> dict[str, tuple[str, list[flo
 
 @pytest.fixture(scope="module")
 def on_other_numbers(tmp_path_factory):
-    """Returns the results of one rank, of two ranks that leave the epoch, and of three ranks that complete it."""
+    """Returns the results of one rank, of two ranks that stop early, and of three ranks that complete the epoch."""
     file = tmp_path_factory.mktemp("epoch") / "checkpoint"
     return [Ranks(size)(in_other_numbers, digits(), str(file))[0] for size in (1, 2, 3)]
 

@@ -78,7 +78,7 @@ def _most_stay_away(rank: int, size: int, directory: str) -> None:
 
 
 def _everything(directory: str, victim: int) -> str:
-    """Returns the error that a rank raises after the victim has died at the end."""
+    """Runs calls of every kind, then kills the victim; returns the error that the other ranks raise."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS + int(os.environ["WORLD_SIZE"]), most))
     dist.init_process_group()

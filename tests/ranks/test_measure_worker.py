@@ -41,7 +41,7 @@ class Slow(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Two layers: 3 s forward, then backward 1 s before the second layer and 2 s between them."""
+    """Two layers. Forward takes 3 s; backward takes 1 s before the second layer, and 2 s between the layers."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

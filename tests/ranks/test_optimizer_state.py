@@ -1,4 +1,4 @@
-"""The state of a partitioned optimizer, exchanged with the optimizer of one process."""
+"""Exchange of states between a partitioned optimizer and the optimizer of a single process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def state_dicts() -> None:
                 again = optimizer_class(reference.parameters(), **options)
                 again.load_state_dict(sharded.state_dict())
 
-            # The reverse: a new optimizer continues with the unsharded one's state.
+            # The reverse: a new partitioned optimizer continues with the state of the unsharded optimizer.
             with sharded.full_parameters():
                 fresh_model = copy.deepcopy(reference.module)
             fresh = dist.ZeroRedundancyOptimizer(fresh_model, optimizer_class, stage=stage, lr=123.0)

@@ -1,4 +1,4 @@
-"""Optimizers whose state is partitioned: closures, clipping, scaled losses and refusals."""
+"""Optimizers whose state is partitioned: closures, clipping, scaled losses, and rejected arguments."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from paceline.interop.torch_backend.process_group import TorchProcessGroup
 
 
 def with_both(program: Callable[[], object], directory: str) -> None:
-    """Runs on a rank: the program must return the same result over Paceline in place of gloo and over gloo itself."""
+    """Runs on a rank: the program must return the same result with Paceline in place of gloo as with gloo itself."""
     found = []
     for of in ("gloo", "paceline"):
         os.makedirs(f"{directory}/{of}", exist_ok=True)

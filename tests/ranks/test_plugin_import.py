@@ -61,7 +61,7 @@ def test_a_broken_installation_breaks_only_its_own_groups(installed):
 
 
 def test_without_autoloading_one_call_makes_it_known(installed):
-    """A fork of the same interpreter shows that an error during the registration does not end the import of torch."""
+    """A fork of the same interpreter shows that an error during the registration does not abort the import of torch."""
     code = (
         f"{KNOWN}\n"
         "import os, sys\n"

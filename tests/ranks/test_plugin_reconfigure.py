@@ -28,7 +28,7 @@ LATE = 3  # the rank that starts outside of the group, in tests that replace ano
 
 
 class Job:
-    """A rank of a reconfigurable program, and the store in which its ranks publish their handles."""
+    """A rank of a reconfigurable program, and the store in which the ranks publish their handles."""
 
     def __init__(self, directory: str) -> None:
         self.name = int(os.environ["RANK"])

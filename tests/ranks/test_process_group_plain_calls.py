@@ -22,7 +22,7 @@ LONG = 100.0
 
 
 def ways_of(make: Callable[[], object]) -> list[bool]:
-    """Runs calls; returns for each attempt to use the fast path whether the attempt succeeded.
+    """Runs calls; returns, for each attempt to use the fast path, True if the attempt succeeded.
 
     all_reduce and broadcast have their own paths.
     """

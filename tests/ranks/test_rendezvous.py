@@ -96,7 +96,7 @@ def test_different_world_sizes_fail_at_once_on_every_rank(ranks: type[Ranks], ur
 
 
 def _claim_together(directory: str, url: str, ranks: list[int], world_size: int, timeout_s: float) -> str:
-    """Starts only when all are ready, so that no rank times out before another starts."""
+    """Starts only when all ranks are ready, so that no rank times out before another starts."""
     say(directory, str(_own_rank()))
     await_word(directory, *map(str, range(len(ranks))))
     return _claim(url, ranks, [world_size] * len(ranks), timeout_s)[0]

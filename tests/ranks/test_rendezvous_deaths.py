@@ -1,4 +1,4 @@
-"""A rank dies while others wait for a late one: all of them, and the late one, immediately report the death."""
+"""A rank dies while others wait for a late rank: the waiting ranks and the late rank report the death immediately."""
 
 from __future__ import annotations
 

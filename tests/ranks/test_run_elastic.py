@@ -33,7 +33,7 @@ class Elastic:
             )
 
     def start_forked(self, *words: str, **variables: str) -> None:
-        """Starts a job of one worker, whose template has already imported torch."""
+        """Starts a job with one worker and with a template process that has already imported torch."""
         self.launcher = ForkedLauncher(
             ["run", "--elastic", *words, str(self.directory)],
             {**ENVIRONMENT, **variables},
@@ -56,7 +56,7 @@ class Elastic:
         return int(self.log()[uid][0])
 
     def latest(self) -> dict[str, list[str]]:
-        """Returns for each worker the members of the latest view that the worker has entered."""
+        """Returns, for each worker, the members of the latest view that the worker has entered."""
         with contextlib.suppress(OSError):
             lines = [line.split() for line in (self.directory / "views").read_text().splitlines()]
             return {line[0]: line[1:] for line in lines}

@@ -1,4 +1,4 @@
-"""The process that reads the launcher's stdin: a pipe, a file or a terminal, with prompts, debuggers and Ctrl-C."""
+"""The process that reads the launcher's stdin from a pipe, a file or a terminal; prompts, debuggers and Ctrl-C."""
 
 from __future__ import annotations
 

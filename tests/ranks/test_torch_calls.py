@@ -1,4 +1,4 @@
-"""Every call of torch.distributed in all valid forms, over gloo and in Paceline, on the same ranks."""
+"""Every call of torch.distributed in all valid forms, with gloo and with Paceline, on the same ranks."""
 
 from __future__ import annotations
 

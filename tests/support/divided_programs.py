@@ -70,7 +70,7 @@ def values(module: nn.Module) -> list[torch.Tensor]:
 
 
 def require_close(on_device: Result, on_cpu: Result) -> None:
-    """Compares to rounding: the summation order of a matrix product depends on the memory addresses of the matrices."""
+    """Compares up to rounding, because a matrix product's summation order depends on the addresses of the matrices."""
     torch.testing.assert_close(on_device, on_cpu, **_tolerance)
 
 
@@ -107,7 +107,7 @@ def zero_offloaded(stage: int) -> None:
 
 
 def zero_with_a_default_device(stage: int) -> None:
-    """Runs as after `torch.set_default_device`, which places tensors created without a device."""
+    """Runs with a default device, which torch uses for tensors that are created without an explicit device."""
     with torch.device(own_device()):
         zero(stage)
 

@@ -78,7 +78,7 @@ def after_a_diff(block: Block) -> str:
 
 
 def meaning(block: Block) -> list[str]:
-    """Returns what a block of Python does, normalized by removing comments and printed text."""
+    """Returns the syntax trees of a Python block without comments and string contents, for comparisons."""
     dumps = []
     for piece in python_of(block):
         tree = ast.parse(piece)
@@ -90,7 +90,7 @@ def meaning(block: Block) -> list[str]:
 
 
 def commands(page: Path) -> list[tuple[Block, list[str]]]:
-    """Returns the words of each simple command in a page's blocks. If lines have prompts, the others are output."""
+    """Returns the words of each simple command in a page's blocks. If some lines have prompts, others are output."""
     found = []
     for block in [*blocks(page, "sh", "bash", "console", ""), *indented(page)]:
         lines = block.text.replace("\\\n", " ").split("\n")

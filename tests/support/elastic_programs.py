@@ -141,7 +141,7 @@ def count_shards(steps: int) -> int:
 
 
 def look_around(steps: int) -> list[tuple[bool, int, int, bool]]:
-    """Returns for each step whether it was replayed, the rank, the world size, and whether a collective succeeded."""
+    """Returns, for each step, whether it was replayed, the rank, the world size, and whether a collective succeeded."""
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

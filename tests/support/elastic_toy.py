@@ -1,4 +1,4 @@
-"""A worker of an elastic job that does not train: it sends its launcher the usual messages, and does not import torch.
+"""A worker that sends the usual messages of an elastic job to its launcher, but neither trains nor imports torch.
 
     elastic_toy.py DIRECTORY
 

@@ -45,7 +45,7 @@ class TermExecution:
     """Executes the schedules of all ranks on terms, which describe how the values of blocks are computed.
 
     A term is a rank's own block, a sum of two terms, a packed or unpacked term, or a mean. Equal terms have equal bits.
-    A table assigns a number to each term, given those of its parts.
+    A table assigns a number to each term, given the numbers of the term's parts.
     """
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:

@@ -1,8 +1,8 @@
 """Runs `paceline run` in a fork of a process that has imported torch, so that jobs do not repeat the imports.
 
-The launcher is the real one. Its template is a fork of it instead of a new interpreter, so the modules to import are
+The launcher is the real one. Its template is a fork of the launcher, not a new interpreter, so the required modules are
 already imported. The template forks the workers, even those for which the launcher would otherwise start an
-interpreter. Tests that use `launching.run` cover the real start of a launcher, a template and such workers.
+interpreter. Tests that use `launching.run` cover the real startup of a launcher, a template and such workers.
 """
 
 from __future__ import annotations

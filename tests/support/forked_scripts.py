@@ -17,7 +17,7 @@ def run_script(path: str, *arguments: str, alone: bool = False) -> str:
     Args:
         path: The path of the script.
         arguments: The arguments of the script.
-        alone: True to run it as without a launcher.
+        alone: True to run the script as if it had no launcher.
     """
     if alone:
         for name in _OF_A_RANK:
@@ -30,5 +30,5 @@ def run_script(path: str, *arguments: str, alone: bool = False) -> str:
 
 
 def run_alone(path: str, *arguments: str) -> str:
-    """Runs a script as without a launcher; returns its output."""
+    """Runs a script as if it had no launcher; returns its output."""
     return run_script(path, *arguments, alone=True)

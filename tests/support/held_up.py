@@ -1,4 +1,4 @@
-"""Ranks that wait for each other, the last one for a stopped rank; returns the errors that they raise."""
+"""Programs in which ranks wait for a rank that is itself waiting for a stopped rank, and the errors that they raise."""
 
 from __future__ import annotations
 

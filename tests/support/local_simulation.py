@@ -1,4 +1,4 @@
-"""Simulates ranks that train with DiLoCo in virtual time: real state machines, simulated steps and messages."""
+"""Simulates DiLoCo training in virtual time: the state machines are real, the steps and messages are simulated."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Simulation:
 
 
 def drawn(seed: int) -> Simulation:
-    """Returns a simulation whose ranks, speeds and numbers depend on the seed."""
+    """Returns a simulation whose number of ranks, speeds, schedule and delays depend on the seed."""
     draw = random.Random(seed)
     every = draw.randint(1, 12)
     rhythm = ExchangeInterval(every, draw.randint(1, every), draw.randrange(every))

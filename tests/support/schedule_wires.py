@@ -1,4 +1,4 @@
-"""Links in memory over which threads run the schedules of a library without messages of its own."""
+"""Links in memory, over which threads run schedules for a library that cannot send messages itself."""
 
 from __future__ import annotations
 

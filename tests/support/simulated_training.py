@@ -39,7 +39,7 @@ BUCKETS = (
 class Training:
     """A simulated training job.
 
-    `slow` is the factor by which each rank is slower than the others; `hangs` is a rank and the step in which it stops.
+    `slow` maps slow ranks to the factor by which they are slower; `hangs` is a rank and the step in which it stops.
     """
 
     ranks: int = 4

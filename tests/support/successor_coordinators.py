@@ -1,4 +1,4 @@
-"""Coordinators of an elastic job that take over from another one, with the reports of their machines."""
+"""Coordinators that take over an elastic job from another coordinator, and the reports of the job's machines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The engine for accelerators on machines without one: CPU tensors, with ProcessGroupGloo in place of NCCL.
 
 The program's thread represents its stream, so a call blocks where a device would only enqueue it. In a rank, `use`
-makes backend="nccl" select this engine, and `told` makes groups fail. The registry then imports this module.
+makes backend="nccl" select this engine, and `told` makes groups fail. The registry imports this
+module when the engine is used.
 """
 
 from __future__ import annotations

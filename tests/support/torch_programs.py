@@ -21,7 +21,7 @@ _kept: list[object] = []
 
 
 def keep(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
-    """Keeps a gloo group until the process exits."""
+    """Keeps a reference to a gloo group until the process exits."""
     _kept.append(group)
     return group
 
@@ -71,7 +71,7 @@ def compare(programs: Sequence[Program], directory: str, tolerance: float = TRAI
 
 
 def agree(programs: Sequence[Program], directory: str, tolerance: float = 0.0) -> None:
-    """Runs on a rank: requires that each program returns the same with both backends, which share a default group."""
+    """Runs on a rank: requires equal results of each program with both backends, which share a default group."""
     for report in compare(programs, directory, tolerance).values():
         assert not report, report
 

@@ -41,7 +41,7 @@ class Place:
 
 
 def places(ranks_of_hosts: Sequence[int], hosts: Sequence[Host | None]) -> list[Place]:
-    """Numbers ranks consecutively through the hosts."""
+    """Numbers the ranks consecutively, host by host."""
     places: list[Place] = []
     for host, size in zip(hosts, ranks_of_hosts, strict=True):
         places += [Place(len(places) + local, local, size, host) for local in range(size)]
@@ -182,7 +182,7 @@ class World:
             self.processes[rank].join(_LEAVING_S)
 
     def _killed(self, ranks: Iterable[int]) -> list[str]:
-        """Returns the exit codes of dead ranks without a result, because other ranks' errors do not contain them."""
+        """Returns the exit codes of ranks that died without a result, because errors on other ranks lack them."""
         dead = {rank: code for rank in ranks if (code := self.processes[rank].exitcode) is not None}
         return [f"rank {rank} died with exit code {code}" for rank, code in dead.items()]
 

@@ -95,7 +95,7 @@ def current_of(coordinator: Coordinator) -> set[str]:
 
 
 def fenced(member: Member, current: Collection[str]) -> None:
-    """The launcher kills a worker that is still stopped; the worker must not be among those that hold the state."""
+    """The launcher kills a worker that is still stopped; the worker must not be among the holders of the state."""
     if member.state == "dead" or not member.was_stalled:
         return
     if member.uid in current:

@@ -347,7 +347,7 @@ class Member:
             self.world.ended(self, code)
 
     def leave_group(self, *, is_agreed: bool = False) -> None:
-        """Closes the connections of its view. In rude worlds, this disturbs the other members even if all agreed."""
+        """Closes the connections of its view. If `is_rude` is set, this always breaks the view."""
         group, self.group = self.group, None
         if group is not None and (not is_agreed or self.world.is_rude):
             group.fail()

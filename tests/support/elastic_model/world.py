@@ -49,9 +49,9 @@ class World:
         """Creates a job.
 
         Args:
-            seed: The seed of everything that is not given.
+            seed: The seed for the choices that other arguments do not determine.
             sites: The initial number of machines.
-            faults: Pairs of a number of events and the kind of fault that is injected after them.
+            faults: Pairs of a number of events and the kind of fault that is injected after that number of events.
         """
         self.seed = seed
         self.random = random = Random(seed)

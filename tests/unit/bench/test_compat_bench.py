@@ -1,4 +1,4 @@
-"""Evaluation of the jobs of torchrun and `paceline run --compat torch` by `bench/compat.py`."""
+"""`bench/compat.py` evaluates jobs that run under torchrun and under `paceline run --compat torch`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "DDP, wide MLP"
 
 
 def of(distributed: list[float], bare: list[float], parameters: float = 5.0) -> dict[str, object]:
-    """Returns the output of rank 0 of a job."""
+    """Returns what rank 0 of a job prints, as a dictionary."""
     return {"times": {"distributed": distributed, "bare": bare}, "parameters": parameters}
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of the records of killed workers by `bench/elastic.py`."""
+"""`bench/elastic.py` evaluates the records of jobs whose workers were killed."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Selection of steps and formatting of errors by `bench/gpu.py`."""
+"""`bench/gpu.py` selects steps, and formats errors."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def listed(wrong: list[str]) -> str:
 
 
 def syntax_error(text: str, block: Block) -> str | None:
-    """Returns the error with which code of a page fails to compile, if any."""
+    """Returns a message if the code of a block has a syntax error, otherwise None."""
     try:
         compile(text, str(block), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     except SyntaxError as error:

@@ -49,7 +49,7 @@ def advice(name: str, what: str) -> str:
 
 
 def headings(page: Path) -> list[str]:
-    """Returns the marks of a page's headings: `##` for one of the second level."""
+    """Returns the marks of a page's headings, such as `##` for a heading of the second level."""
     return re.findall(r"^(#+) ", prose(page), re.MULTILINE)
 
 
@@ -83,7 +83,7 @@ def parts(page: Path) -> list[Part]:
 
 
 def kind_of(line: str) -> str:
-    """Returns the kind of part that a line begins unless it continues the previous part, or "" for an empty line."""
+    """Returns the kind of part to which a line belongs, unless it continues the previous part; "" for an empty line."""
     line = line.strip()
     for kind, mark in {"heading": "#", "row": "|", "picture": "![", "code": "```"}.items():
         if line.startswith(mark):

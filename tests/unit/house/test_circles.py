@@ -1,4 +1,4 @@
-"""Imports among the modules of the package, which form no circle."""
+"""Modules of the package do not import each other in circles."""
 
 from __future__ import annotations
 

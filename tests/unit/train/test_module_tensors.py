@@ -1,4 +1,4 @@
-"""Tensors of a module: their digests."""
+"""Digests of a module's tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timeout errors about ranks that are missing, ranks that only wait, and ranks that block them."""
+"""Timeout errors about missing ranks, waiting ranks, and the ranks for which these wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each pair of hosts is measured once; the measurements show whether links differ, and which links differ."""
+"""Each pair of hosts is measured once; the measurements show which links differ, if any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats of data between hosts, and the rounding errors that a later call adds."""
+"""Formats of data between hosts, and residuals: rounding errors that are added to the data of the next call."""
 
 from __future__ import annotations
 

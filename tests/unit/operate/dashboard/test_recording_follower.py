@@ -1,4 +1,4 @@
-"""Following a growing recording in the memory of a real recorder, and interval arithmetic."""
+"""Follower of a growing recording, which a real recorder writes; and interval arithmetic."""
 
 from __future__ import annotations
 

@@ -366,7 +366,7 @@ def _call(sequence: int, arrived_s: float, ended_s: float | None) -> RankCall:
 
 
 def test_calls_of_a_group_that_was_made_anew_are_told_apart():
-    """As in an elastic job, whose workers form a group with the same name in each view."""
+    """For example, the workers of an elastic job form a group with the same name in each view."""
     calls = (_call(1, 1.0, 1.1), _call(2, 1.2, 1.3), _call(1, 2.0, None))
     ranks = tuple(RankState(number, "h", 7, {"world": GroupMembership(number, 2)}, calls) for number in range(2))
     verdict = diagnose(JobSnapshot(30.0, ranks))

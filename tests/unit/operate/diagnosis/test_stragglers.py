@@ -192,7 +192,7 @@ def test_calls_before_the_first_step_are_left_out():
 
 
 def test_a_program_without_steps_is_told_in_iterations():
-    """Two short calls lie between two sums, and another call in every tenth iteration."""
+    """A short call follows each sum; every tenth iteration contains a second short call."""
     header = {0: SUM, 1: CallSignature("broadcast", "float32", 8, root=0), 2: CallSignature("barrier")}
     ranks = []
     for rank in job([[0.1], [0.2]], steps=120):

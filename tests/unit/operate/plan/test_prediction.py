@@ -58,7 +58,7 @@ def test_the_band_is_that_of_the_slowest_rank():
 
 
 def test_the_band_adds_what_is_not_known():
-    """A step of 63 ms takes 61.5 or 64.5 ms with 5% machine noise, and 59.9 or 69.6 ms with errors of calls."""
+    """A step of 63 ms takes 61.5 or 64.5 ms with 5% machine noise, and 59.9 or 69.6 ms with call errors."""
     found = prediction(calibration())
     assert found.variation == StepInterval(0, 0), "a single step was measured"
     assert (found.machine.less, found.machine.more) == pytest.approx((1.5 / 63, 1.5 / 63))

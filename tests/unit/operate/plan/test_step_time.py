@@ -48,14 +48,14 @@ def test_one_rank_waits_for_nobody():
 
 
 def test_without_overlap_all_calls_are_exposed():
-    """Each call takes 1 ms and 10 MB at 1 GB/s: 11 ms."""
+    """Each call takes 11 ms: a latency of 1 ms, and 10 ms for 10 MB at 1 GB/s."""
     step = step_of(calibration(), Strategy((10 * MB,), overlaps=False), times())
     assert (step.exposed_s, step.communication_s) == pytest.approx((3 * 0.011, 3 * 0.011))
     assert step.overlap == pytest.approx(0)
 
 
 def test_overlap_hides_what_fits_into_backward():
-    """Buckets run from 10 to 21 ms and from 21 to 32 ms; the last one is sent then, and takes until 43 ms."""
+    """The first two buckets run from 10 to 21 ms and from 21 to 32 ms, and the last one from 32 to 43 ms."""
     step = step_of(calibration(), measured(calibration()), times())
     assert step.exposed_s == pytest.approx(0.013)
     assert step.overlap == pytest.approx(20 / 33)

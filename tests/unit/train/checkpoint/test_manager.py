@@ -11,7 +11,7 @@ from paceline.train.checkpoint import manager as manager_module
 
 
 class LostWorkers:
-    """Replaces a background save that failed because another worker died."""
+    """A mock of a background save that fails because another worker has died."""
 
     @staticmethod
     def finish() -> None:

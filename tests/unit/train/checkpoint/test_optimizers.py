@@ -1,4 +1,4 @@
-"""Numbers of parameters in the state of an optimizer."""
+"""Numbering of the parameters in an optimizer's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pace of checks, and the steps of optimizers that the checks observe."""
+"""The frequency of checks, and the optimizer steps that the checks observe."""
 
 from __future__ import annotations
 

@@ -54,10 +54,11 @@ def loaders_of(dataset, ranks: int, batch_size: int, **options: object) -> list[
 
 
 def in_turn(make, stops: Stops, **options: object) -> list[list[Batches]]:
-    """Returns each rank's batches by turn. Other ranks continue after each stop: (ranks, batch size, steps until then).
+    """Returns each rank's batches, by turn. In each turn, new loaders continue from the state of the previous turn.
 
-    The ranks of the last turn continue to the end of the epoch. All ranks have the same state after a turn in which
-    they have read the same number of batches.
+    A stop describes one turn: the number of ranks, the batch size, and the number of steps. The ranks of the last turn
+    continue to the end of the epoch. All ranks have the same state after a turn in which they have read the same number
+    of batches.
     """
     turns: list[list[Batches]] = []
     state = None

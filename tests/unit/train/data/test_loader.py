@@ -18,7 +18,7 @@ def numbers(batches: object) -> list[int]:
 
 
 def in_turn(length: int, stops: Stops, **options: object) -> list[int]:
-    """Returns an epoch's samples; other ranks continue after each stop: (ranks, batch size, steps until the stop)."""
+    """Returns the samples of an epoch in several turns; a stop is the number of ranks, the batch size and the steps."""
     used: list[int] = []
     state: dict[str, int | bool] | None = None
     for ranks, batch_size, steps in stops:

@@ -1,4 +1,4 @@
-"""Connection attempts to a rank whose end closes the connection without reading."""
+"""Connection attempts to a rank that closes the connection without reading."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_captured_calls_are_not_watched_nor_the_first_ones(monkeypatch):
 
 
 class EndsAtTheEndOfThePause(threading.Event):
-    """An event that is set, as by `CallWatch.close`, at the moment at which a wait for the event times out."""
+    """An event that is set, as by `CallWatch.close`, at the moment when a wait for the event times out."""
 
     def __init__(self, watch: CallWatch) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Workers that have been stopped for long."""
+"""Workers that have been stopped for a long time."""
 
 from __future__ import annotations
 

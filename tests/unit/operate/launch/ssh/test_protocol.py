@@ -1,4 +1,4 @@
-"""Messages of launchers over ssh, within their output."""
+"""Messages exchanged with launchers over ssh, and their extraction from the launchers' output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machines of `--hosts`, and the variables that are forwarded to them."""
+"""The machines of `--hosts`, and the variables that are forwarded to the machines."""
 
 from __future__ import annotations
 

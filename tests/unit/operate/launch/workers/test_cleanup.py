@@ -1,4 +1,4 @@
-"""The location of a job's cgroup and its requirements, on simulated machines."""
+"""The location and the requirements of a job's cgroup, on simulated machines."""
 
 from __future__ import annotations
 

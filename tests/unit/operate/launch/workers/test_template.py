@@ -1,4 +1,4 @@
-"""The process that forks workers reports if its imports prevent forking."""
+"""The process that forks workers reports imports that prevent forking."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_the_successor_stands():
 def asks(
     seeker: CoordinatorSearch, answers: dict[int, ContactResult], until_s: float, *, is_done: bool = False
 ) -> object:
-    """Lets a launcher seek a coordinator while others respond; returns its last step."""
+    """Simulates a launcher's search for a coordinator with these responses; returns the last step of the search."""
     now_s, step = 0.0, None
     while now_s < until_s and not isinstance(step, (JobDeserted, StopSearch)):
         step = seeker.next([seeker.me, *answers], now_s, is_done=is_done)

@@ -1,4 +1,4 @@
-"""State transfers as planned by the coordinator: senders, receivers, and when a receiver joins."""
+"""State transfers as planned by the coordinator: senders, receivers, and the time at which a receiver joins."""
 
 from __future__ import annotations
 

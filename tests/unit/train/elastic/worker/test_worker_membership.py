@@ -1,4 +1,4 @@
-"""The computations of a receiver before it joins must not affect the script, whatever state the script has set."""
+"""A receiver's computations before it joins must not affect the script, whatever state the script has set."""
 
 from __future__ import annotations
 
