@@ -227,7 +227,7 @@ def _newest_torch() -> Part:
 
 
 def _interpreter(minor: int) -> str | None:
-    """Returns the path of an interpreter that works, because on the PATH, pyenv also has commands that fail."""
+    """Returns the path of an interpreter that works. pyenv's commands for versions that are not selected fail."""
     name = f"python3.{minor}"
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for path in [shutil.which(name), *map(str, sorted(versions.glob(f"3.{minor}.*/bin/{name}")))]:

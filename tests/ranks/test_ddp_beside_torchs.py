@@ -113,7 +113,7 @@ def with_a_frozen_parameter(module: nn.Module) -> None:
 
 
 def with_buffers(module: nn.Module) -> None:
-    """Adds buffers that differ between ranks until those of rank 0 are copied, and that affect the output."""
+    """Adds buffers that affect the output. They differ between ranks until rank 0's are copied to the other ranks."""
     module.register_buffer("factor", torch.tensor(1.0 + dist.get_rank()))
     module.shift = nn.Module()
     module.shift.register_buffer("values", torch.tensor([1.0 + dist.get_rank()]))

@@ -115,7 +115,7 @@ def every_form(async_op: bool) -> None:
             wanted = sum(each[rank * n + j] for r in range(size) for each in inputs(r))
             torch.testing.assert_close(output, wanted / (size * n) if op is ReduceOp.AVG else wanted)
 
-    # Ranks with different numbers of tensors: the average is over all of them.
+    # The ranks have different numbers of tensors; the average is over all tensors.
     tensors = [torch.full((2, 2), float(rank)).t() for _ in range(1 + rank)]
     call(dist.all_reduce_multigpu, tensors, ReduceOp.AVG)
     wanted = sum(r * (r + 1) for r in range(size)) / sum(r + 1 for r in range(size))

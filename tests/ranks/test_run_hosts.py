@@ -48,7 +48,7 @@ Start = Callable[..., tuple["subprocess.Popen[str]", list[int]]]
 
 @pytest.fixture
 def sleepers(script, tmp_path, ssh_server) -> Iterator[Start]:
-    """Starts a job on two machines whose workers sleep; returns the launching process and the workers."""
+    """Starts a job with sleeping workers on two machines; returns the launching process and the workers."""
     started: list[subprocess.Popen[str]] = []
     mark = f"sleepers-{secrets.token_hex(8)}"
 

@@ -182,8 +182,8 @@ def bytes_of_its_own() -> int:
     """Returns this rank's private memory and its share of the memory that ranks share.
 
     Other mappings are not counted, because the share of a mapped library depends on the number of processes, including
-    those of other tests, that use it at the time. The file is read line by line, because the process might keep part of
-    the memory for the whole text.
+    those of other tests, that use it at the time. The file is read line by line, because part of the memory
+    for the whole text might remain allocated.
     """
     gc.collect()
     trim_memory()

@@ -41,7 +41,7 @@ TOLD = (
 
 
 def run_cells(sources: list[str], directory: str) -> str:
-    """Runs the code of the cells in one namespace, and returns the output of the cells and their ranks."""
+    """Runs the code of the cells in one namespace, and returns the output of the cells and of their ranks."""
     os.chdir(directory)
     with open("printed", "a") as file:
         os.dup2(file.fileno(), 1)  # the ranks are processes

@@ -32,7 +32,7 @@ def _forget_sums() -> None:
 
 
 def _take_any_view() -> None:
-    """Lets a worker reenter a view whose connections have failed."""
+    """Allows a worker to reenter a view whose connections have failed."""
     await_later = LauncherConnection.await_view
 
     def await_any(self: LauncherConnection, _: int, accepts: Callable[[View], bool]) -> Any:
@@ -42,7 +42,7 @@ def _take_any_view() -> None:
 
 
 def _go_on_alone() -> None:
-    """Lets a worker that the others have dropped continue alone."""
+    """Allows a worker that the others have dropped to continue alone."""
     enter = WorkerMembership.enter
 
     def enter_anyway(self: WorkerMembership, view: View) -> None:

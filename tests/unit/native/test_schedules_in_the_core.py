@@ -30,7 +30,7 @@ def made(steps: list[Step], blocks: int = 2, rank: int = 0, size: int = 2) -> _c
 
 
 class Pair:
-    """Rank 0's end of a group of two, in which rank 1 sends nothing."""
+    """Rank 0's end of a group of two ranks, in which rank 1 sends nothing."""
 
     def __init__(self) -> None:
         ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
