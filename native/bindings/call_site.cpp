@@ -20,8 +20,8 @@ constexpr int kMaxFrames = 64;
 constexpr std::size_t kMaxCodes = 4096;
 constexpr std::uint32_t kMaxLines = std::uint32_t{1} << record::kLineBits;
 
-// The data recorded for a function or module: the number of its file's name in the recording (0 if the file is not the
-// user's), and the call site of each instruction that has made a call.
+// The data recorded for a function or module: the number that the recording assigns to the name of its file (0 if the
+// file is not the user's), and the call site of each instruction that has made a call.
 struct CodeLines {
     nb::object held;  // the code object, whose address must not be reused
     std::uint32_t file = 0;
@@ -30,8 +30,9 @@ struct CodeLines {
 
 using Codes = std::unordered_map<PyObject*, CodeLines>;
 
-// The code objects that have made calls, as recorded by `recorder`. They and the function below are never destroyed,
-// because other threads may still make calls while the interpreter shuts down. The interpreter lock guards both.
+// The code objects that have made calls recorded by `recorder`. These objects and the function below are never
+// destroyed, because other threads may still make calls while the interpreter shuts down. The interpreter lock guards
+// them.
 struct KnownCodes {
     Recorder* recorder = nullptr;
     Codes codes;

@@ -6,8 +6,8 @@
 
 namespace paceline::bindings {
 
-// Finds this thread's innermost frame in a file of the user, and records the line of that frame with the thread's next
-// call. Has no effect if the recorder is off. The caller holds the interpreter lock.
+// Finds this thread's innermost frame that runs code from one of the user's files, and records the frame's line with
+// the thread's next call. Has no effect if the recorder is off. The caller holds the interpreter lock.
 void note_call_site();
 
 // Sets the function that returns the name under which a file is recorded, or None if the file is not the user's. Until

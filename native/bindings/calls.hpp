@@ -26,11 +26,11 @@ DType to_dtype(int code);
 ReduceOp to_reduce_op(int code);
 
 // Throws nb::value_error if the reduction is not defined for the dtype, the root is not one of the `size` ranks, or the
-// tensors are too small for the elements. If `is_exact` (groups on one host), also checks that `rank` passed exactly
-// the tensors that the operation requires.
+// tensors are too small for the elements. If `is_exact` is true (for groups on one host), also checks that `rank`
+// passed exactly the tensors that the operation requires.
 void require_valid(const Call& call, int rank, int size, bool is_exact);
 
-// An optimizer update. Python begins each of its steps.
+// An optimizer update. Python calls `begin_step` before each step.
 class CheckedUpdate final : public update::Update {
   public:
     CheckedUpdate(DType dtype, const std::vector<update::ParameterRange>& runs);

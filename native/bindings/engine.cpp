@@ -125,7 +125,7 @@ class HostGroup {
         return call;
     }
 
-    // Returns true if the group reduces the call's tensor in place when the tensor is in a shared region.
+    // Returns true if the group can reduce the call's tensor in place, provided that the tensor is in a shared region.
     bool may_be_shared(const Call& call) const {
         return call.operation == Operation::all_reduce && call.inputs.empty() && call.outputs[0].nbytes() > slot_bytes_;
     }
@@ -202,7 +202,7 @@ void require_ranks(int size) {
     if (size < 1 || size > shm::kMaxRanks) throw nb::value_error("a host has 1 to 1024 ranks");
 }
 
-// Creates the directory of a host with `size` ranks; returns its descriptor, which the caller closes.
+// Creates the directory for a host with `size` ranks. Returns the directory's descriptor, which the caller must close.
 int create_directory(int size) {
     require_ranks(size);
     const auto directory = shm::HostDirectory::create(size);
@@ -211,7 +211,8 @@ int create_directory(int size) {
     return fd;
 }
 
-// Takes ownership of `fd`, a directory's descriptor, or creates a directory if `fd` is negative.
+// Joins the mesh whose directory has the descriptor `fd`, and takes ownership of `fd`. Creates a directory if `fd` is
+// negative.
 std::shared_ptr<shm::HostMesh> join_mesh(int rank, int size, int fd, std::vector<int> global_ranks) {
     require_ranks(size);
     if (rank < 0 || rank >= size) throw nb::value_error("the rank is not one of the directory's");
@@ -254,7 +255,7 @@ std::vector<std::tuple<std::uint64_t, int, int, int, int, std::uint64_t>> calls_
     return calls;
 }
 
-// Returns the algorithm of each call in the outcome, or 0 for calls without a schedule.
+// Returns the algorithm number of each call in the outcome. The number is 0 for calls without a schedule.
 std::vector<int> algorithms_of(const Outcome& outcome) {
     std::vector<int> algorithms;
     for (const CallHeader& header : outcome.calls) algorithms.push_back(header.algorithm);
@@ -289,7 +290,7 @@ void reduce(std::uintptr_t out, const std::vector<std::uintptr_t>& sources, std:
     kernel(reinterpret_cast<void*>(out), from.data(), static_cast<int>(from.size()), count, divisor);
 }
 
-// Returns the index of the first range with NaN or infinity in its first `max_bytes` bytes, or -1.
+// Returns the index of the first range with NaN or infinity in its first `max_bytes` bytes, or -1 if there is none.
 int first_not_finite(const FlatRanges& ranges, int dtype, std::size_t max_bytes) {
     const DType type = to_dtype(dtype);
     const nb::gil_scoped_release release;

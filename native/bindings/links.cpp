@@ -46,7 +46,7 @@ class Message {
 };
 
 // A messenger and its lanes. The lanes must outlive the messenger. (If a deleter held the lanes, the messages' weak
-// pointers would keep them alive.)
+// pointers would keep the lanes alive.)
 struct MessengerWithLanes {
     explicit MessengerWithLanes(std::shared_ptr<link::LaneSet> held) : lanes(std::move(held)), messenger(*lanes) {}
 

@@ -6,7 +6,7 @@
 namespace {
 
 // Converts a std::system_error (no descriptors or threads left) to an OSError with the same errno. The exception is
-// constructed here because its class depends on the errno: until Python 3.11, `except TimeoutError` does not match an
+// constructed here because its class depends on the errno: up to Python 3.11, `except TimeoutError` does not match an
 // exception that was set as an OSError with arguments.
 void translate(const std::exception_ptr& thrown, void*) {
     try {

@@ -10,9 +10,9 @@ namespace paceline::bindings {
 
 class PreparedCall {
   public:
-    // `queue` is the queue of the call's group, which may be closed while prepared calls exist. If `is_on_one_host` is
-    // true, small calls may complete without releasing the interpreter lock. `complete`, if not empty, runs before each
-    // call and sets the fields that change between calls.
+    // `queue` is the queue of the call's group. The group may be closed while prepared calls exist. If `is_on_one_host`
+    // is true, small calls may complete without releasing the interpreter lock. `complete`, if not empty, runs before
+    // each call and sets the fields that change between calls.
     PreparedCall(const std::shared_ptr<CallQueue>& queue, Call call, bool is_on_one_host,
                  std::function<void(Call&)> complete = nullptr)
         : queue_(queue),

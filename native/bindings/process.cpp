@@ -1,4 +1,5 @@
-// Bindings of this process's limits (cores, quotas, cgroups), for the launcher and for modules that depend on them.
+// Bindings of this process's limits (cores, quotas, cgroups), for the launcher and for modules that depend on these
+// limits.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

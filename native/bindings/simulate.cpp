@@ -55,8 +55,8 @@ std::vector<Route> to_routes(const std::vector<double>& numbers) {
     return routes;
 }
 
-// Throws an exception that becomes a ValueError if a size, time or rate would prevent the simulated time from
-// advancing.
+// Throws an exception, which becomes a ValueError in Python, if a size, time or rate would prevent the simulated time
+// from advancing.
 void require_times(const Scenario& scenario) {
     const auto is_amount = [](double number) { return number >= 0 && std::isfinite(number); };
     const auto is_rate = [](double number) { return number > 0; };

@@ -11,7 +11,7 @@ namespace nb = nanobind;
 namespace paceline::bindings {
 namespace {
 
-// The first fields of DLPack's DLPackExchangeAPI. They have the same layout in all versions 1.x.
+// The first fields of DLPack's DLPackExchangeAPI. They have the same layout in all 1.x versions.
 struct Table {
     std::uint32_t major;
     std::uint32_t minor;

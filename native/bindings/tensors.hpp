@@ -1,7 +1,8 @@
-// Reads PyTorch tensors without accessing their Python attributes, because such accesses take as long as a small
+// Reads PyTorch tensors without accessing their Python attributes, because accessing them takes as long as a small
 // all-reduce.
 //
-// Since 2.10 PyTorch offers C functions for this, in a table defined by DLPack 1.2 (`__dlpack_c_exchange_api__`).
+// Since release 2.10, PyTorch offers C functions for this, in a table defined by DLPack 1.2
+// (`__dlpack_c_exchange_api__`).
 #pragma once
 
 #include <nanobind/nanobind.h>

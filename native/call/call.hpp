@@ -40,7 +40,7 @@ constexpr bool needs_all(Operation operation) {
            operation == Operation::barrier;
 }
 
-// Describes a rank's call to the other ranks, which compare the headers in the first round.
+// Describes a rank's call. The ranks exchange their headers in the first round and compare them.
 struct CallHeader {
     std::uint64_t sequence;  // the call's number in its group, counted from 1
     std::uint64_t count;     // total number of elements; for all_to_all, the number that this rank sends (not compared)
@@ -118,7 +118,8 @@ struct Outcome {
     FailureCause cause;           // the reason that the ranks in `gone` reported, if any; its `rank` is a global rank
     int reporter = -1;            // the group rank that detected the failure; -1 means this rank
     std::int64_t waited_ns = 0;
-    // all_to_all: the sender and the receiver that disagree on the number of bytes between them, or -1.
+    // all_to_all: the sender and the receiver that expect different numbers of bytes for the transfer between them, or
+    // -1.
     int split_from = -1;
     int split_to = -1;
     std::uint64_t split_sent = 0;

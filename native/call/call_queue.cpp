@@ -139,9 +139,9 @@ std::shared_ptr<Work> CallQueue::submit(Call call) {
     return work;
 }
 
-// Busy-waits for a call as long as `spin_budget_` allows; the lock is held on entry and on return. Callers increment
-// `queue_version_` after they have released the lock, so this thread does not have to wait for the lock when it detects
-// a call.
+// Busy-waits for a call as long as `spin_budget_` allows; the lock is held on entry and on return. Threads that queue a
+// call release the lock before they increment `queue_version_`, so this thread does not have to wait for the lock when
+// it detects a call.
 void CallQueue::spin_for_call(std::unique_lock<std::mutex>& lock) {
     if (spin_budget_.left() == SpinBudget::Duration{0} || !claim_spinning()) return;
     const auto until = Clock::now() + spin_budget_.left();
@@ -182,7 +182,7 @@ void CallQueue::work() {
             next->call_.is_awaited = &is_awaited;
             outcome = perform(next->call_, next->recorded_, interrupted, true);
         }
-        // Must precede `finish`, so that a call made after the work is done runs on its caller's thread.
+        // Must precede `finish`, so that a synchronous call made afterward runs on its caller's thread.
         pending_.fetch_sub(1, std::memory_order_release);
         next->finish(std::move(outcome));
         next.reset();

@@ -1,7 +1,7 @@
 // Compares the durations of calls with their predictions, and stores the first kind of call whose duration differs
 // greatly from its prediction.
 //
-// Only the shortest of the first calls of each kind is compared, because a rank may be late in some of them.
+// Of the initial calls of each kind, only the shortest is compared, because a rank may be late in some of them.
 #pragma once
 
 #include <atomic>

@@ -1,6 +1,7 @@
-// Determines which ranks block a call that has timed out. The search queries each awaited rank for the ranks that it is
-// waiting for, and follows the answers across all groups. A rank that is waiting is not responsible. A rank is
-// responsible if it does not answer or reports that its program is not waiting.
+// Determines which ranks block a call that has timed out. The search queries each awaited rank. The answer lists the
+// ranks for which the queried rank is waiting, and the search queries these ranks next, across all groups. A rank that
+// is waiting is not responsible. A rank is responsible if it does not answer or reports that its program is not
+// waiting.
 #pragma once
 
 #include <chrono>
@@ -72,8 +73,8 @@ struct GroupMembers {
     bool is_certain = true;
 };
 
-// Stores the ranks that `found` blames in `outcome`. `absent` contains the group ranks that have not begun the call,
-// `awaited` those that the call is waiting for.
+// Stores in `outcome` the ranks that `found` identifies as responsible. `absent` contains the group ranks that have not
+// begun the call, `awaited` those that the call is waiting for.
 void attribute_timeout(Outcome& outcome, const WaitChainResult& found, const GroupMembers& members,
                        std::vector<int> absent, const std::vector<int>& awaited);
 

@@ -42,8 +42,8 @@ struct AwaitedRank {
     CallId call;
 };
 
-// A rank's answer to the question of why it has not finished its part of a call or message. waiting: the rank itself is
-// waiting for other ranks. not_waiting: no call of the rank's program is waiting, so no other rank blocks it.
+// A rank's answer to a query about why it has not finished its part of a call or message. waiting: the rank itself is
+// waiting for other ranks. not_waiting: the rank's program is not waiting in any call, so no other rank blocks it.
 // completed: the rank has finished its part and is in a later call.
 struct Answer {
     enum class Kind : std::int32_t { waiting, not_waiting, completed };
@@ -77,7 +77,7 @@ class WaitRegistry {
         virtual bool send_query(int global_rank, const CallId& call) = 0;
     };
 
-    // Registers the wait of one thread from the first call of `update` until destruction.
+    // Keeps one thread's wait registered from the first call of `update` until this object is destroyed.
     class Entry {
       public:
         Entry() = default;

@@ -12,8 +12,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kBackgroundSpin = std::chrono::microseconds(5);
-// How long to wait for data in flight after a rank has left or broken the group: the rank may already have sent its
-// whole part of this call.
+// The time to wait for data in flight after a rank has left or broken the group. The rank may already have sent all of
+// its data for this call.
 constexpr auto kDrainTimeout = std::chrono::milliseconds(10);
 
 }  // namespace
@@ -60,9 +60,8 @@ bool Executor::place_step(const Step& step, StepState& step_state) const {
 // does not fit the call; nothing has been sent at that point, so the group remains usable. Schedules are measured in
 // blocks, and calls in bytes. For operations on one tensor, `cut` divides the tensor into blocks of equal size or, if
 // this is impossible, adds one element to each of the first blocks. Scratch is divided in the same way, so that a block
-// fits there. Every other operation has one block of any size for each tensor of the caller (one, or one for each
-// rank), and its scratch blocks hold `count` elements each. `starts_` has an additional last entry, the end of the last
-// block.
+// fits there. For every other operation, each of the caller's tensors (one, or one per rank) is one block of any size,
+// and each scratch block holds `count` elements. `starts_` has an additional last entry, the end of the last block.
 std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     item_ = item_size(call.dtype);
     for (TensorBytes& each : buffers_) each = TensorBytes();
@@ -127,8 +126,8 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     return std::nullopt;
 }
 
-// Sets the size of each packed block to the packed size of its floats. Returns the first invalid step: it assigns a
-// different size to a block than an earlier step, or converts blocks that the call lacks.
+// Sets the size of each packed block to the packed size of its floats. Returns the first invalid step. A step is
+// invalid if it gives a block a different size than an earlier step did, or converts blocks that the call lacks.
 std::optional<std::uint32_t> Executor::lay_out_wire(const Call& call) {
     wire_kernels_ = find_wire_kernels(schedule_->wire, call.dtype);
     auto& starts = starts_[static_cast<std::size_t>(Buffer::wire)];
@@ -155,7 +154,7 @@ std::optional<std::uint32_t> Executor::lay_out_wire(const Call& call) {
     return std::nullopt;
 }
 
-// Adds the bytes that the schedule sends within this host and to other hosts.
+// Adds to `metrics` the numbers of bytes that the schedule sends within this host and to other hosts.
 void Executor::observe_traffic(CallMetrics& metrics) {
     for (const Flow& flow : schedule_->flows) {
         std::uint64_t& nbytes = lanes_.peer(flow.peer).mesh_rank >= 0 ? metrics.shm_nbytes : metrics.tcp_nbytes;

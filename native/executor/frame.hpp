@@ -22,7 +22,7 @@ enum class FrameKind : std::uint32_t {
     waiting,  // the sender is waiting in the call described in the body
     failure,  // the reason why the sender broke the group
     goodbye,  // the sender destroyed the group; `id` is the packed `FailureCause`, or 0
-    query,    // asks why the receiver has not finished its part of call `id` of group `offset`, which has timed out
+    query,    // asks why the receiver has not finished its part of call `id` in group `offset`; the call has timed out
     answer,   // the answer to `query` about that call; `tag` is the kind of the `Answer`
 };
 

@@ -239,7 +239,7 @@ void Messenger::end_body(int peer) {
         }
         case FrameKind::failure:
             // The failure report is forwarded to all ranks, because each of them must have the reason before it detects
-            // that this rank leaves.
+            // that this rank has left.
             if (auto outcome = decode(from.body, lanes_.size()); !outcome)
                 handle_close(peer);
             else if (!failure_)

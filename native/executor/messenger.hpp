@@ -21,14 +21,14 @@
 // - *query* and *answer* determine which ranks block a call that has timed out (wait_queries.cpp).
 // - A *failure* is the reason why the sender broke the group. A rank adopts the first failure report that it receives,
 //   fails all of its requests with it, and forwards it to all ranks, because each of them must have the reason before
-//   it detects that another rank leaves. Later failure reports are ignored.
+//   it detects that another rank has left. Later failure reports are ignored.
 // - *goodbye* is the last frame of a rank that destroys its group. Its peers fail their open requests to and from that
 //   rank; all other requests continue. If a lane is closed without a goodbye, its rank has died, and the group is
 //   broken. Peers are not trusted to follow this protocol: a frame that violates these rules counts as the peer's
 //   death.
 //
-// A thread that waits for a request *drives* all control lanes, one thread at a time. The messenger's own thread does
-// so while asynchronous requests are open and no other thread waits.
+// A thread that waits for a request *drives* all control lanes; only one thread does so at a time. The messenger's own
+// thread drives them while asynchronous requests are open and no other thread waits.
 #pragma once
 
 #include <atomic>
@@ -93,8 +93,8 @@ class Messenger final : public WaitRegistry::QueryTransport {
     Messenger(const Messenger&) = delete;
     Messenger& operator=(const Messenger&) = delete;
     ~Messenger() override { close(); }
-    // Fails open requests, sends a goodbye to every peer, finishes all lanes, and waits briefly until the goodbyes have
-    // been delivered. Idempotent.
+    // Fails open requests, sends a goodbye to every peer, finishes all lanes, and waits briefly for the goodbyes to be
+    // delivered. Idempotent.
     void close();
 
     std::shared_ptr<Request> send(int peer, std::int32_t tag, DType dtype, const ByteStream& tensor,
@@ -112,7 +112,7 @@ class Messenger final : public WaitRegistry::QueryTransport {
 
     // Processes pending input once, or returns immediately if another thread is doing so.
     void poll();
-    // Sets the waiter (or nullptr) to wake when any thread breaks the group.
+    // Sets the waiter that is woken when any thread breaks the group; nullptr if there is none.
     void on_failure(link::Waiter* waiter);
     // Returns the outcome that broke the group, or nullopt if the group is not broken.
     std::optional<Outcome> failure();
@@ -125,13 +125,13 @@ class Messenger final : public WaitRegistry::QueryTransport {
     void announce(const CallHeader& header);
     // Returns the latest call that each rank has announced.
     std::vector<CallHeader> announced();
-    // Record calls without an announcement. `record_received` records a call whose header arrived from `peer`;
-    // `record_completed` records a call that has completed and therefore was begun by all ranks.
+    // These functions record calls that were not announced. `record_received` records a call whose header arrived from
+    // `peer`; `record_completed` records a call that has completed and therefore was begun by all ranks.
     void record_received(int peer, const CallHeader& header);
     void record_completed(const CallHeader& header);
     // Returns the latest call of each rank, announced or recorded; its operation is `none` if no call is known.
     std::vector<CallHeader> latest();
-    // Answers the queries from peers for which this rank already has the answer.
+    // Answers the peers' pending queries, except those whose answers are not known yet.
     void answer();
     void serve() override;
     bool send_query(int global_rank, const CallId& call) override;

@@ -23,8 +23,8 @@ bool to_slice(const std::int32_t* numbers, Slice& slice) {
     return slice.first <= kMaxBlocks && slice.length <= kMaxBlocks;
 }
 
-// Sends and receives transfer packed blocks unchanged. Only conversions read or write their contents, one block per
-// step.
+// Sends and receives transfer packed blocks unchanged. Only conversions read or write the contents of packed blocks,
+// one block per step.
 bool uses_wire_well(const Step& step) {
     const bool from = step.reads() && step.src.buffer == Buffer::wire;
     const bool to = step.writes() && step.dst.buffer == Buffer::wire;

@@ -61,8 +61,8 @@ struct Flow {
 struct Schedule {
     // `flat` has nine numbers per step: `kind`, `final`, `peer`, the three numbers of `dst` (the buffer, the first
     // block and the number of blocks), and the same three numbers of `src`. Returns nullptr, with `bad_step` set to the
-    // first invalid step, if the steps are not a valid schedule for `rank` of `size`. `wire` is the format of blocks in
-    // the wire buffer, if any.
+    // first invalid step, if the steps are not a valid schedule for rank `rank` of `size` ranks. `wire` is the format
+    // of blocks in the wire buffer, if any.
     static std::shared_ptr<const Schedule> make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
                                                 std::span<const std::int32_t> flat, std::size_t* bad_step = nullptr,
                                                 WireType wire = WireType::none);

@@ -20,9 +20,9 @@ constexpr std::size_t lanes_for(std::size_t nbytes, std::size_t lanes) {
     return nbytes <= kStripe ? 1 : lanes;
 }
 
-// Returns the offset, within the message, of the next byte on lane `lane`, which has moved `moved` bytes of it so far.
-// The byte is in the lane's (moved / kStripe)-th stripe, which is the message's (moved / kStripe * lanes + lane)-th
-// stripe. With one lane the offset is `moved` itself.
+// Returns the offset, within the message, of the next byte on lane `lane`, which has moved `moved` bytes of the message
+// so far. The byte is in the lane's (moved / kStripe)-th stripe, which is the message's (moved / kStripe * lanes +
+// lane)-th stripe. With one lane the offset is `moved` itself.
 constexpr std::size_t stripe_offset(std::size_t moved, std::size_t lane, std::size_t lanes) {
     return (moved / kStripe * lanes + lane) * kStripe + moved % kStripe;
 }
@@ -33,7 +33,7 @@ struct StripeRange {  // a range of a message, in bytes
 };
 
 // Returns the range that lane `lane` may move next if the first `until` bytes of the message may be moved. The range
-// ends at the latest with the stripe, because the next stripe belongs to another lane. `from >= to` means that the lane
+// ends no later than the stripe, because the next stripe belongs to another lane. `from >= to` means that the lane
 // cannot move any bytes yet.
 constexpr StripeRange next_range(std::size_t moved, std::size_t lane, std::size_t lanes, std::size_t until) {
     if (lanes == 1) return {moved, until};

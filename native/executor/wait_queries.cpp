@@ -1,5 +1,5 @@
-// Search for the responsible ranks when a call or message times out (call/wait_chain.hpp), and the exchange of the
-// search's queries within a group.
+// Searches for the responsible ranks when a call or message times out (call/wait_chain.hpp), and exchanges queries and
+// answers within a group.
 #include <algorithm>
 
 #include "executor/executor.hpp"
@@ -9,7 +9,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A rank records its call only after one iteration of the wait loop, so a query is answered with "not in a call" only
+// A rank records its call only after one iteration of the wait loop, so a query is answered with `not_waiting` only
 // after this delay.
 constexpr auto kNotWaitingDelay = std::chrono::milliseconds(100);
 constexpr std::size_t kMaxQueries = 64;  // per peer

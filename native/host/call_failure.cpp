@@ -52,7 +52,7 @@ void Group::update_wait_entry(const RankSet& ranks, WaitRegistry::Entry& entry) 
                  {{group_of(id_), sequence_}, blocks_program(*call_, background_), global_ranks_of(ranks.ranks())});
 }
 
-// Returns the failure report on a timed-out call that is waiting for `missing`, or nullopt while the responsible ranks
+// Returns the failure report for a timed-out call that is waiting for `missing`, or nullopt while the responsible ranks
 // are unknown.
 std::optional<FailureReport> Group::find_timeout_cause(const RankSet& missing, std::int64_t waited_ns) {
     if (!search_) search_.emplace(mesh_.wait_registry(), CallId{group_of(id_), sequence_}, timeout_ns_, waited_ns);

@@ -22,7 +22,7 @@ bool Group::broadcast(Call& call) {
         });
 }
 
-// Runs gather (`receives_result` on the root only) and all_gather.
+// Runs gather (`receives_result` is true only on the root) and all_gather.
 bool Group::gather(Call& call, bool receives_result) {
     if (!begin(call, nullptr, 0)) return false;
     ByteStream& input = call.inputs[0];

@@ -16,8 +16,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Long enough for a peer that is about to publish, short enough not to block a peer that needs the core. The thread for
-// asynchronous calls competes with the program's threads, so it spins less unless it has its own core.
+// A thread spins long enough for a peer that is about to publish, but not long enough to block a peer that needs the
+// core. The thread for asynchronous calls competes with the program's threads, so it spins less unless it has its own
+// core.
 constexpr int kSpins = 4000;
 constexpr int kBackgroundSpins = 100;
 constexpr int kBriefSpins = 50;  // number of spins in a brief wait, about one or two microseconds

@@ -1,9 +1,9 @@
 // Copies a rank's data into its slot, either through the cache or directly to memory.
 //
-// Ranks whose cores share a cache read each other's data fastest from that cache. Between other cores, fetching a line
-// from another core's cache takes several times as long as fetching it from memory. The faster method changes when the
-// scheduler or a hypervisor moves a rank. A group therefore measures both methods in some of its calls and uses the
-// faster method in all other calls. All ranks measure the same calls.
+// Ranks whose cores share a cache read each other's data fastest from that cache. If two cores do not share a cache,
+// fetching a line from the other core's cache takes several times as long as fetching it from memory. The faster method
+// changes when the scheduler or a hypervisor moves a rank. A group therefore measures both methods in some of its calls
+// and uses the faster method in all other calls. All ranks measure the same calls.
 #pragma once
 
 #include <algorithm>

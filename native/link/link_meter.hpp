@@ -15,8 +15,8 @@
 
 namespace paceline::link {
 
-// Adds the kernel's statistics for one connection to those for its link: the sum of bytes and segments, the minimum of
-// the shortest round trips, and the maximum of all other times. Returns false if the socket is not a TCP connection.
+// Adds the kernel's statistics for one connection to those for its link: sums bytes and segments, and keeps the minimum
+// of the shortest round trips and the maximum of all other times. Returns false if the socket is not a TCP connection.
 bool add_connection(int socket, record::LinkFields& to);
 
 class LinkMeter {

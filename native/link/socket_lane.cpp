@@ -20,7 +20,8 @@ constexpr int kProbeS = 1;
 constexpr int kProbes = 6;
 constexpr std::uint32_t kSilenceMs = 8000;
 constexpr int kMaxDrained = 4096;  // maximum number of reads when draining a socket
-// Limit on unsent data in the kernel's buffer: data that does not fit into the cache must be read from memory again.
+// Limits the unsent data in the kernel's buffer, because data that does not fit into the cache must be read from memory
+// again.
 constexpr int kMaxUnsent = 128 << 10;
 // The states of a TCP connection whose FIN the peer has not acknowledged; <linux/tcp.h> does not define them.
 constexpr int kFinWait1 = 4;

@@ -49,7 +49,8 @@ void Waiter::watch_for_alerts(int descriptor) {
     add(epoll_, descriptor, EPOLLIN, EventSource::alert);
 }
 
-// EPOLLOUT ensures that every ring wakes each waiter, even after another waiter has already read the datagrams.
+// EPOLLOUT ensures that every ring of the doorbell wakes each waiter, even after another waiter has already read the
+// datagrams.
 void Waiter::watch_doorbell(int descriptor) {
     add(epoll_, descriptor, EPOLLIN | EPOLLOUT, EventSource::doorbell);
     doorbell_ = descriptor;
@@ -63,8 +64,8 @@ bool Waiter::sleep(std::chrono::milliseconds timeout) {
             return event.data.u32 == static_cast<std::uint32_t>(sign);
         });
     };
-    // The doorbell must be emptied, because a full socket rejects further datagrams, so that later rings would not wake
-    // any thread.
+    // The doorbell must be emptied, because a full socket rejects further datagrams, and later rings would then not
+    // wake any thread.
     char nothing = 0;
     if (any(EventSource::doorbell))
         while (recv(doorbell_, &nothing, sizeof nothing, MSG_DONTWAIT) >= 0) {

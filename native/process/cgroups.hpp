@@ -1,4 +1,5 @@
-// The directories of this process's cgroups, in versions 1 and 2. All code that reads limits from cgroups uses this.
+// Finds the directories of this process's cgroups, for cgroup versions 1 and 2. All code that reads limits from cgroups
+// uses these directories.
 #pragma once
 
 #include <string>

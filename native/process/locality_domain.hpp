@@ -9,8 +9,8 @@
 
 namespace paceline {
 
-// The NUMA node and the L3 cache that contain all cores of a process; -1 if there is no such node or cache. A cache has
-// the number of its first core.
+// The NUMA node and the L3 cache that contain all cores of a process; -1 if there is no such node or cache. A cache is
+// identified by the number of its first core.
 struct LocalityDomain {
     int node = -1;
     int cache = -1;

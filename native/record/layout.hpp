@@ -152,7 +152,7 @@ struct EventFields {
 // The kernel's statistics for one group's connections to one peer, overwritten by every measurement.
 struct LinkFields {
     std::uint32_t group = 0;
-    std::int32_t peer = -1;         // the peer's rank in the default group
+    std::int32_t peer = -1;         // the peer's global rank
     std::uint64_t measured = 0;     // in ticks
     std::uint64_t sent_nbytes = 0;  // the bytes that the peer's kernel has acknowledged
     std::uint64_t received_nbytes = 0;
@@ -164,7 +164,7 @@ struct LinkFields {
     std::uint32_t variation_us = 0;  // the variation of the round-trip time
     std::uint32_t least_round_trip_us = 0;
     std::uint32_t retransmits = 0;  // the segments sent again
-    std::uint32_t silent_ms = 0;    // how long a response from the peer's kernel has been overdue
+    std::uint32_t silent_ms = 0;    // the time for which a response from the peer's kernel has been overdue
     std::uint32_t connections = 0;
 };
 

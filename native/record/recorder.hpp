@@ -1,6 +1,6 @@
 // The recorder of this process. All threads write their calls and events into one recording without blocking. The
 // recorder is off until `begin` provides memory, and then stays on until the process exits. In a forked child it is
-// off: private memory replaces the recording, and writes through the parent's entries have no effect (see
+// off: private memory replaces the recording, and writes through the parent's handles have no effect (see
 // `Recorder::detach_in_child`).
 #pragma once
 
@@ -50,11 +50,11 @@ class Recorder {
     void finish();
     // Returns the number assigned to a name. Names that do not fit into the table share the last number.
     std::uint32_t name(std::string_view text);
-    // Converts a CLOCK_MONOTONIC time, at or after the beginning of the recording, to ticks.
+    // Converts a CLOCK_MONOTONIC time to ticks. The time must not be before the beginning of the recording.
     std::uint64_t tick_at(std::int64_t monotonic_ns) const;
     void set_step(std::uint64_t step) { header().step.store(step, std::memory_order_relaxed); }
 
-    // Adds a group and returns its serial number. `members[r]` is group rank r's rank in the default group.
+    // Adds a group and returns its serial number. `members[r]` is the global rank of group rank r.
     std::uint32_t open_group(std::string_view name, std::string_view engine, std::uint64_t identity, int rank,
                              std::span<const int> members);
     void close_group(std::uint32_t serial);

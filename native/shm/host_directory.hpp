@@ -62,7 +62,7 @@ class HostDirectory {
 
     // Returns nullptr, with errno set, if memory or descriptors run out.
     static std::shared_ptr<HostDirectory> create(int ranks);
-    // Takes ownership of `fd`; returns nullptr if it is not a directory for `ranks` ranks.
+    // Takes ownership of `fd`; returns nullptr if the file is not a directory for `ranks` ranks.
     static std::shared_ptr<HostDirectory> adopt(int fd, int ranks);
 
     int size() const { return ranks_; }
@@ -77,7 +77,7 @@ class HostDirectory {
     void notify() const;
     void arrive(int rank) const;
     void leave(int rank) const;
-    // Marks a rank as lost unless it has left; returns false if it was already marked as either.
+    // Marks a rank as lost unless it has left; returns false if it was already marked as lost or left.
     bool mark_lost(int rank) const;
     // Waits for at most `timeout` until all ranks are present; returns the absent ranks.
     std::vector<int> absent(std::chrono::milliseconds timeout) const;
@@ -104,8 +104,9 @@ class RobustFutexes {
     RobustFutexes(const RobustFutexes&) = delete;
     RobustFutexes& operator=(const RobustFutexes&) = delete;
 
-    // Makes the calling thread the holder. The thread must run until the process exits and must not hold robust
-    // mutexes, because its robust list is replaced. If the kernel does not support robust futexes, the words stay 0.
+    // Makes the calling thread the holder of the futexes. The thread must run until the process exits and must not hold
+    // robust mutexes, because its robust list is replaced. If the kernel does not support robust futexes, the futexes
+    // stay 0.
     void acquire();
     // Releases the futexes; the thread's exit is then not reported as a death. Must be called by the holder.
     void release();

@@ -103,7 +103,7 @@ void HostMesh::handle_departures() {
 FailureCause HostMesh::cause_reported_by(int rank) const {
     const RankEntry& entry = directory_->entry(rank);
     const FailureCause cause = FailureCause::unpack(entry.reported_cause.load(std::memory_order_acquire));
-    // Timeouts count only if the rank has left, because otherwise the timeout may have been long ago (see
+    // Timeouts count only if the rank has left, because otherwise the timeout may have occurred long ago (see
     // `reported_cause`).
     return cause.hung && entry.state.load(std::memory_order_acquire) != RankState::left ? FailureCause{} : cause;
 }

@@ -44,8 +44,8 @@ class HostMesh {
   public:
     using Deadline = std::chrono::steady_clock::time_point;
 
-    // `global_ranks[p]` is the rank in the default group of mesh rank p; it is p itself if `global_ranks` is empty.
-    // Throws std::system_error if the system has no descriptors left.
+    // `global_ranks[p]` is the global rank of mesh rank p. If `global_ranks` is empty, mesh rank p has the global rank
+    // p. Throws std::system_error if the system has no descriptors left.
     HostMesh(int rank, std::shared_ptr<HostDirectory> directory, std::vector<int> global_ranks = {});
     HostMesh(const HostMesh&) = delete;
     HostMesh& operator=(const HostMesh&) = delete;
@@ -76,11 +76,11 @@ class HostMesh {
 
     // Offers `segment` to the other ranks. `id` must not have been used for an earlier region of this rank.
     void offer(RegionId id, std::shared_ptr<Segment> segment);
-    // Withdraws the offer, requests all ranks with the region in their caches to drop it, and returns the region.
+    // Withdraws the offer, asks all ranks that have cached the region to drop it, and returns the region.
     std::shared_ptr<Segment> withdraw(RegionId id);
-    // Cancels a present or future offer. Ranks that wait for the region then stop waiting.
+    // Cancels an existing or future offer. Ranks that wait for the region then stop waiting.
     void cancel(RegionId id);
-    // Waits until `deadline` for the region that `owner` offers as `id`.
+    // Waits until `deadline` for the region that `owner` offers under the id `id`.
     FetchResult fetch(int owner, RegionId id, Deadline deadline) {
         return get(RegionRequest::Kind::fetch, owner, id, deadline);
     }

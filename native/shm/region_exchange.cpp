@@ -230,7 +230,7 @@ void RegionExchange::reply(int connection, const Segment* segment, int failure) 
         const int fd = segment->fd();
         std::memcpy(CMSG_DATA(ancillary), &fd, sizeof fd);
     }
-    // Errors are ignored, because the other rank either has exited or tries again (too many descriptors were in
+    // Errors are ignored, because the other rank has either exited or will try again (too many descriptors were in
     // flight).
     static_cast<void>(sendmsg(connection, &header, MSG_NOSIGNAL | MSG_DONTWAIT));
 }

@@ -50,8 +50,8 @@ const std::vector<std::uint32_t>& FairShares::allocate() {
     return affected_routes_;
 }
 
-// Collects the changed links and, repeatedly, the open routes that cross a collected link and all links of these
-// routes.
+// Collects the changed links, and then repeatedly adds the open routes that cross a collected link, and the links of
+// these routes.
 void FairShares::find_affected() {
     affected_routes_.clear();
     affected_links_.clear();

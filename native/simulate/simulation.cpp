@@ -180,8 +180,8 @@ void Simulation::try_send(std::uint32_t number) {
     if (!std::exchange(streams_[number].is_pending, true)) pending_.push_back(number);
 }
 
-// Starts the pieces that can be sent. Runs after all events with the same time; their order therefore does not affect
-// the lengths of pieces.
+// Starts the pieces that can be sent. Runs after all events with the same time, so the order of these events does not
+// affect the lengths of pieces.
 void Simulation::send_what_is_ready() {
     std::sort(pending_.begin(), pending_.end(), [&](std::uint32_t one, std::uint32_t other) {
         return std::pair(streams_[one].order, one) < std::pair(streams_[other].order, other);

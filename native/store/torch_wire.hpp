@@ -10,7 +10,7 @@
 
 namespace paceline::store {
 
-// The values are PyTorch's; new releases only append to them.
+// The values are those of PyTorch; new PyTorch releases only append values.
 enum class TorchQuery : std::uint8_t {
     validate = 0,  // number: kTorchMagic; has no answer, like all queries that only set a value
     set,

@@ -1,8 +1,8 @@
 // The TLS identity of a job's members: a key and a certificate, both derived from 32 secret bytes.
 //
 // Every process with the seed derives the same Ed25519 key (RFC 8410) and, because Ed25519 signatures are
-// deterministic, a bitwise equal self-signed certificate. Therefore only the seed must be distributed, and each side of
-// a connection accepts only the certificate that it also presents. The certificate does not identify individual
+// deterministic, a bitwise equal self-signed certificate. Therefore only the seed has to be distributed, and each side
+// of a connection accepts only the certificate that it also presents. The certificate does not identify individual
 // processes. It never expires, because clocks may differ and the secret is discarded at the end of the job.
 #pragma once
 

@@ -14,7 +14,7 @@ constexpr float kRounder = 12582912.0F;
 constexpr std::uint32_t kRounderBits = 0x4b400000U;
 
 constexpr std::int32_t kTooLarge = 0x7f000000;  // the bits of 2^127; infinity and NaN have larger bits
-constexpr std::int32_t kTooSmall = 0x08800000;  // the bits of 2^-110, the least magnitude with a normal scale
+constexpr std::int32_t kTooSmall = 0x08800000;  // the bits of 2^-110, the smallest magnitude with a normal scale
 
 struct BFloatFormat {
     static constexpr std::size_t kPacked = packed_group(WireType::bf16);

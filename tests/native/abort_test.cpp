@@ -1,4 +1,4 @@
-// Tests that an abort ends every wait of a group that uses lanes: for calls, for messages, and for large messages in
+// Tests that an abort ends every wait in a group that uses lanes: for calls, for messages, and for large messages in
 // transfer.
 #include <atomic>
 

@@ -84,7 +84,7 @@ Outcome sum(Rank& at, std::size_t count) {
     std::vector<float> values(count, static_cast<float>(at.rank + 1));
     Call call = all_reduce(at, DType::f32, ReduceOp::sum, count, stream_of(values));
     Outcome outcome = at.executor.run(call, nullptr, false);
-    // One memcmp for all elements, because with sanitizers a comparison element by element is slow.
+    // Compares all elements with one memcmp, because an element-by-element comparison is slow with sanitizers.
     const std::vector<float> sums(count, static_cast<float>(at.size * (at.size + 1) / 2));
     if (outcome.code == OutcomeCode::ok && count != 0)
         CHECK(std::memcmp(values.data(), sums.data(), count * sizeof(float)) == 0);
@@ -262,7 +262,7 @@ void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
     });
 }
 
-// Rank 0 begins late a broadcast that rank 1 forwards to rank 2.
+// Rank 0 is late in beginning a broadcast. Rank 1 forwards the broadcast to rank 2.
 void a_rank_that_blocks_a_chain_has_not_begun() {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;

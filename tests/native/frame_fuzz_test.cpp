@@ -1,4 +1,4 @@
-// Tests that arbitrary bytes from a corrupt peer cause an orderly failure, soon and without large allocations.
+// Tests that arbitrary bytes from a corrupt peer cause a prompt and orderly failure, without large allocations.
 //
 //     frame_fuzz_test [rounds] [seed]    mutates the streams in corpus/frames
 //     frame_fuzz_test --write            rewrites these files

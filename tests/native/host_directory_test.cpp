@@ -57,7 +57,7 @@ void await(const HostDirectory& directory, int rank, RankState state) {
 
 void the_release_of_futexes_by_the_kernel_is_detected(bool uses_futex_waitv) {
     const auto directory = directory_of(3);
-    RegionExchange listens;  // destroyed after `watch`, which would otherwise detect that it stops listening
+    RegionExchange listens;  // destroyed after `watch`, which would otherwise detect its end
     std::promise<void> notified;
     FailureDetector watch(directory, 0, [&notified] { notified.set_value(); }, uses_futex_waitv);
     directory->entry(2).listener = listens.listener_name();

@@ -334,7 +334,7 @@ void a_goodbye_arrives_although_a_frame_crosses_it() {
             return;
         }
         while (leaving < 0 || !is_finished(leaving)) pause(1);
-        pause(50);  // an incorrect rank would close its lane before the goodbye is delivered
+        pause(50);  // an incorrect implementation would close its lane before the goodbye is delivered
         CallHeader header{};
         header.operation = Operation::barrier;
         header.sequence = 1;

@@ -130,8 +130,8 @@ inline void pause(int ms) {
     std::this_thread::sleep_for(std::chrono::milliseconds(ms));
 }
 
-// Returns an `Interrupted` that never interrupts. It sets `waits` once its rank has waited for some intervals and has
-// therefore announced its call.
+// Returns an `Interrupted` that never interrupts. It sets `waits` once its rank has waited for a few poll intervals and
+// has therefore announced its call.
 inline Interrupted records_that_it_waits(std::atomic<bool>& waits) {
     return [&waits] {
         waits = true;

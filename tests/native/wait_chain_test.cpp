@@ -40,7 +40,7 @@ class WaitingRanks {
     // Simulates a rank whose process is stopped or has no thread that reads queries.
     void stops_answering(int rank) { answers_[static_cast<std::size_t>(rank)] = false; }
 
-    // Returns the result of rank 0's search for the ranks that block a call that is waiting for `awaited`.
+    // Returns the result when rank 0 searches for the ranks that block a call waiting for `awaited`.
     WaitChainResult finds(CallId call, const Ranks& awaited) {
         WaitChainSearch search(of(0), call, kSecond / 10, kSecond / 10);
         for (;;) {
@@ -191,7 +191,8 @@ void an_answer_without_a_query_is_dropped() {
     CHECK(search.advance({1}));
 }
 
-// Returns the outcome in a group of the global ranks 10 to 13, of which the group ranks in `begun` have begun the call.
+// Returns the outcome in a group that consists of the global ranks 10 to 13. The group ranks in `begun` have begun the
+// call.
 Outcome outcome_of(const WaitChainResult& found, const Ranks& begun, Ranks absent, const Ranks& awaited,
                    bool is_certain = true) {
     const GroupMembers members{
