@@ -27,9 +27,9 @@ Executor::Operand Executor::operand(std::uint32_t step, bool dst) const {
 // Returns the watermark that `step` may reach now, or nullopt if it may not even begin.
 //
 // An earlier, unfinished step has processed the bytes of its slice up to its own watermark, `front`, and blocks the
-// rest. The slices of both steps are ranges of the same buffer. Where they overlap, this step may process the bytes
-// before `front` and must stop at the first byte after it. If they do not overlap, or only before `front`, the earlier
-// step does not limit this one. A conversion advances by whole groups.
+// rest. The slices of both steps are ranges of the same buffer. This step must stop at the first byte, from `front`
+// onward, that both slices contain. If there is no such byte, the earlier step does not limit this step. A conversion
+// advances by whole groups.
 std::optional<std::size_t> Executor::limit(std::uint32_t step) const {
     const StepState& step_state = states_[step];
     const Step& what = schedule_->steps[step];

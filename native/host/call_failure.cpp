@@ -14,7 +14,7 @@ constexpr std::int64_t kServeDelayNs = std::chrono::nanoseconds(WaitRegistry::kS
 
 }  // namespace
 
-// Called after each iteration of the wait loop. Returns false if the call must fail, because this rank failed it or
+// Called after each iteration of the wait loop. Returns false if the call must fail: this rank has failed it or has
 // adopted a failure report. `missing` returns the ranks that have not arrived; `since` is the time at which the wait
 // began. The function checks for failure reports from other ranks, aborts, ranks that died or left, the deadline and
 // interrupts. The order matters because a rank that failed the call or aborted usually leaves soon afterward, and its

@@ -23,7 +23,7 @@ class Lane {
     virtual std::ptrdiff_t read(std::span<const ByteRange> ranges) = 0;
 
     // A lane in shared memory supports reading in place: `peek` returns the available bytes up to the end of the ring,
-    // and `consume` frees bytes at their front. Every message on such a lane starts at a multiple of kMemoryAlignment.
+    // and `consume` frees bytes at the front. Every message on such a lane starts at a multiple of kMemoryAlignment.
     virtual bool is_shared_memory() const { return false; }
     virtual std::span<const std::uint8_t> peek() { return {}; }
     virtual void consume(std::size_t /*nbytes*/) {}

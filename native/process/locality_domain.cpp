@@ -67,9 +67,9 @@ int cache_of(const Allowed& cores, const std::string& root) {
     return -1;
 }
 
-// Returns the largest power of two that divides the length of every run of consecutive ranks with the same `place_of`.
-// Returns 0 if all ranks have the same place, if a place is unknown (negative), or if blocks would not reduce the
-// traffic enough.
+// Returns the largest power of two that divides the length of every run of consecutive ranks in the same place (the
+// result of `place_of`). Returns 0 if all ranks are in the same place, if a place is unknown (negative), or if blocks
+// would not reduce the traffic enough.
 std::size_t common_block(std::span<const LocalityDomain> ranks,
                          const std::function<int(const LocalityDomain&)>& place_of) {
     std::size_t divisor = 0;
