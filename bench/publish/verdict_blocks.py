@@ -53,7 +53,7 @@ def _counts(rows: Sequence[Row], has_times: bool = True) -> list[object]:
 
 
 def _of(rows: Sequence[Row], column: str) -> str | None:
-    """Returns the number of runs that a column counts, out of the total."""
+    """Returns the number of runs counted in a column and the total number of runs, as text."""
     return f"{sum(row[column] for row in rows)} of {sum(row['runs'] for row in rows)}" if rows else None
 
 

@@ -1,4 +1,4 @@
-"""Reductions in a group of any engine."""
+"""Reductions in a group, with every engine."""
 
 from __future__ import annotations
 

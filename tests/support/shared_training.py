@@ -56,7 +56,7 @@ def backward(model: nn.Module, kind: str, step: int) -> None:
 def pair(
     kind: str, optimizer_class: type[torch.optim.Optimizer], round_bytes: int = ROUND_BYTES, **options: Any
 ) -> tuple[nn.Module, dist.SharedModelOptimizer, nn.Module, torch.optim.Optimizer]:
-    """Returns a shared model and an equal one in a DistributedDataParallel, with their optimizers."""
+    """Returns a shared model and an identical model wrapped in DistributedDataParallel, with their optimizers."""
     torch.set_num_threads(1)
     one_copy.LEAST_ROUND_BYTES = round_bytes
     reference = dist.DistributedDataParallel(build(kind))

@@ -1,4 +1,4 @@
-"""Barriers, groups, calls of ranks outside a group, and queries about groups."""
+"""Barriers, groups, calls made by ranks outside a group, and queries about groups."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ def form_apart(store: Store, rank: int, world_size: int, timeout_s: float, optio
 
 
 def make_default(world: World) -> None:
-    """Makes a group formed by `form_apart` the default group. There must be no default group."""
+    """Sets a group formed by `form_apart` as the default group. A default group must not exist yet."""
     recorder.identify(world.group.rank(), world.group.size())
     set_default_world(OwnWorld(world.store, False, world.engines, world.group, world.timeout_s))
 

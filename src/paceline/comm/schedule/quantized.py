@@ -47,7 +47,7 @@ _SliceOf = Callable[[int], BufferSlice]  # maps a block of the tensor to the sli
 
 
 def all_reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Uses rails; with uneven hosts, trees within the hosts and an exchange between the leaders."""
+    """Uses rails if the hosts are even, and otherwise trees within the hosts and an exchange between their leaders."""
     if len(topology.hosts) == 1:
         return hierarchical.all_reduce(topology)
     hosts, _, local, me = home = find_host_position(topology)

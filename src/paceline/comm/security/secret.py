@@ -137,7 +137,7 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
 
     @classmethod
     def parse(cls, text: str) -> SecretFile:
-        """Parses the text that `str` returned for a secret file.
+        """Parses the contents of a secret file, as written by `str`.
 
         Raises:
             ValueError: `text` is malformed.

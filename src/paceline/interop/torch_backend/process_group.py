@@ -530,7 +530,8 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Waits until all ranks have called this method. Error messages begin with gloo's message.
 
-        As with gloo, `timeout` applies to rank 0. The other ranks wait for rank 0, at least for the group's timeout.
+        As with gloo, `timeout` applies to rank 0. The other ranks wait for `timeout` or the
+        group's timeout, whichever is longer.
         """
         limit = self._group.timeout if timeout is None or timeout < timedelta(0) else timeout
         try:

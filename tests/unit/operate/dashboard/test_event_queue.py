@@ -1,4 +1,4 @@
-"""Events of a job on the page, generated from the events of its launcher."""
+"""The job events that the page shows, which are generated from the launcher's events."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class RankProgress:
 
     @property
     def is_compared(self) -> bool:
-        """Whether `difference` has compared the latest call and need not be called again until the next call."""
+        """Whether `difference` has compared the latest operation, and is not needed before the next operation."""
         return self.is_published and self._comparisons == 0
 
     def publish(self, at_once: bool = False) -> None:

@@ -89,7 +89,7 @@ class LocalStorage:
         self._disk.sync_directory(path.parent)
 
     def create(self, name: str) -> OutputFile:
-        """Creates a file, which must not exist. While a manifest is open, its directory counts as held."""
+        """Creates a file, which must not exist yet. An open manifest marks its directory as in use."""
         file = _LocalOutput(self._disk, self._disk.create(self.path / name), is_large=name.endswith(_LARGE))
         if Path(name).name == MANIFEST:
             file.hold()
