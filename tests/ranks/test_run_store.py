@@ -76,6 +76,7 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
 child = os.fork()
 place = dict(rank=1 if child else 0, world_size=2)
 dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout=datetime.timedelta(seconds=60), **place)
+dist.barrier()  # until both have connected
 sys.stdout.write(f"own {dist.get_world_size()}\\n")  # in one piece, since both processes write to one pipe
 sys.stdout.flush()
 if child:
