@@ -171,12 +171,14 @@ def begin() -> None:
         return
     _core.set_user_file_namer(user_file_name)
     identity = (os.environ.get(_WORKER_VARIABLE, ""), socket.gethostname(), _boot_id(), _time_namespace())
-    _finish_at_the_end_of_a_child()
     with contextlib.suppress(OSError), handed_memory() as fd:  # training continues if the recording cannot start
-        if fd is not None and _core.begin_recording(fd, *identity):
-            return
-    with contextlib.suppress(OSError), own_memory() as fd:
-        _core.begin_recording(fd, *identity)
+        if fd is not None:
+            _core.begin_recording(fd, *identity)
+    if not _core.is_recording():
+        with contextlib.suppress(OSError), own_memory() as fd:
+            _core.begin_recording(fd, *identity)
+    if _core.is_recording():
+        _finish_at_the_end_of_a_child()
 
 
 def _finish_at_the_end_of_a_child() -> None:
