@@ -147,7 +147,7 @@ _PUBLIC = {
     # checkpoints
     "paceline.train.checkpoint.manager": ("CheckpointManager",),
     "paceline.train.checkpoint.load": ("load",),
-    "paceline.train.checkpoint.training_state": ("RandomState",),
+    "paceline.train.checkpoint.captured_state": ("RandomState",),
     "paceline.train.checkpoint.save": ("save",),
     # data parallel modules and data
     "paceline.train.data.sampler": ("DistributedEvalSampler", "DistributedSampler", "mean_over_samples"),

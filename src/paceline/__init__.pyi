@@ -149,10 +149,10 @@ from paceline.errors import StoreTimeoutError as StoreTimeoutError
 from paceline.errors import WorkerError as WorkerError
 from paceline.operate.launch.spawn import notebook_launch as notebook_launch
 from paceline.operate.launch.spawn import spawn as spawn
+from paceline.train.checkpoint.captured_state import RandomState as RandomState
 from paceline.train.checkpoint.load import load as load
 from paceline.train.checkpoint.manager import CheckpointManager as CheckpointManager
 from paceline.train.checkpoint.save import save as save
-from paceline.train.checkpoint.training_state import RandomState as RandomState
 from paceline.train.checks.replica_check import check_replicas as check_replicas
 from paceline.train.data.loader import StatefulLoader as StatefulLoader
 from paceline.train.data.sampler import DistributedEvalSampler as DistributedEvalSampler

@@ -23,14 +23,14 @@ from paceline.train.checkpoint.format.manifest import Draft
 from paceline.train.checkpoint.format.values import encode
 from paceline.train.checkpoint.peer_memory.client import dial
 from paceline.train.checkpoint.peer_memory.protocol import Inventory
-from paceline.train.checkpoint.peer_memory.replicate import (
+from paceline.train.checkpoint.peer_memory.server import CacheServer
+from paceline.train.checkpoint.replicate import (
     FoundCheckpoint,
     ReplicaSource,
     Replication,
     newest_cached,
     replicate_checkpoint,
 )
-from paceline.train.checkpoint.peer_memory.server import CacheServer
 from paceline.train.elastic.failpoints import POINTS_OF_COPIES, arm
 
 ROOT = "/checkpoints"

@@ -16,17 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import CheckpointError, and_more
-from paceline.train.checkpoint.format.checkpoint import (
-    Checkpoint,
-    Listing,
-    latest_name,
-    listing_of,
-    open_checkpoint,
-    unfinished,
-)
+from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.checkpoint import export as write
 from paceline.train.checkpoint.format.local_storage import open_storage
 from paceline.train.checkpoint.format.manifest import FILE
+from paceline.train.checkpoint.format.root import Listing, latest_name, listing_of, open_checkpoint, unfinished
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, nbytes_of
 from paceline.train.checkpoint.format.storage import ProgressPrinter, Storage, size_text
 from paceline.train.checkpoint.format.values import SEPARATOR, Json, encode, unescaped

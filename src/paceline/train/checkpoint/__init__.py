@@ -1,8 +1,8 @@
 """Checkpoints, which all ranks of a training loop save together and any number of ranks can load.
 
-`training_state.py` captures the objects in a state, `optimizers.py` captures optimizers, and `shard_layout.py` maps the
-parts of a divided model to the undivided model. `format/` implements the on-disk format without torch, `foreign/` reads
-checkpoints from other libraries, and `peer_memory/` replicates checkpoints in the memory of launchers.
+`captured_state.py` captures the objects in a state, and `shard_layout.py` maps the parts of a divided model to the
+undivided model. `format/` implements the on-disk format without torch, `foreign/` reads checkpoints from other
+libraries, and `peer_memory/` keeps checkpoints in the memory of launchers.
 
 May use: `elastic` and below. Start reading at `manager.py`, which decides when to save, then `save.py` and
 `load.py`; for the format, at `format/__init__.py`.

@@ -1,38 +1,49 @@
-"""CapturedState: a rank's contribution to a checkpoint, before anything is copied or written."""
+"""CapturedState: a rank's contribution to a checkpoint, before anything is copied or written.
+
+`capture` creates it from the objects of a training loop: modules, optimizers, loaders and all other objects with state.
+`TrainingState` is the mapping that `paceline.save` takes, and `RandomState` is an object that it can contain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from paceline.train.checkpoint.format.regions import Region, count, cut_out, whole
-from paceline.train.checkpoint.pytree import name_of, take_apart
-
-
-@dataclass(frozen=True)
-class LocalRegion:
-    """A region of a tensor in this rank's memory.
-
-    Attributes:
-        name: the name of the tensor.
-        dtype: the safetensors name of the tensor's dtype.
-        shape: the shape of the whole tensor.
-        region: the location of the elements in the whole tensor.
-        nbytes: the size of the region in bytes.
-        elements: a function that returns the elements, row-major and contiguous. It copies them only when called, if at
-            all.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    region: Region
-    nbytes: int
-    elements: Callable[[], torch.Tensor]
+from paceline.comm.engine.adapters.device_streams import accelerator_in_use, current_accelerator
+from paceline.train.checkpoint.format.values import join
+from paceline.train.checkpoint.optimizers import Numbering
+from paceline.train.checkpoint.pytree import take_apart
+from paceline.train.checkpoint.shard_layout import (
+    LocalRegion,
+    ParameterLayouts,
+    ShardLayout,
+    parameters_of,
+    require_dense,
+    require_fit,
+    require_undivided,
+    whole_of,
+)
+from paceline.train.data.loader import StatefulLoader
+from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
+from paceline.train.elastic.worker.elastic_state import ElasticState
+from paceline.train.elastic.worker.training_state import PendingGradients, Stateful
+from paceline.train.gradient_use import GRADIENT_USE, is_pending
+from paceline.train.logical_shards.logical_shards import LogicalShards
+from paceline.train.logical_shards.shard_loader import ShardLoader
+from paceline.train.pipeline.pipeline import Pipeline
+from paceline.train.zero.optimizer_state import to_state_dict
+from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
+from paceline.train.zero.sharded_parameters import ShardedParameters, sharded_parameters_of
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,7 @@ class CapturedState:
         values: the plain values that are the same on every rank, or that only this rank has.
         objects: the objects that are compared between ranks, and saved separately for each rank if they differ.
         layers: the names of this rank's layers and the total number of layers, by pipeline name.
+        layouts: the layouts of the parameters of modules and optimizers.
     """
 
     is_first: bool = True
@@ -85,6 +97,15 @@ class CapturedState:
     values: dict[str, object] = field(default_factory=dict)
     objects: dict[str, CapturedObject] = field(default_factory=dict)
     layers: dict[str, tuple[list[str], int]] = field(default_factory=dict)
+    layouts: ParameterLayouts = field(default_factory=ParameterLayouts)
+
+    def is_on_first_rank(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Returns True if this is the first of the ranks among which `parallelize_module` divided these parameters.
+
+        All of these ranks have the same undivided parameters, so only the first rank contributes its shards of these
+        parameters.
+        """
+        return all(self.layouts[parameter].is_on_first_rank for parameter in parameters)
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Adds a tensor that is the same on every rank."""
@@ -138,50 +159,300 @@ def _is_needed(held: LocalRegion) -> bool:
     return held.nbytes > 0 or prod(held.shape) == 0
 
 
-def whole_of(name: str, tensor: torch.Tensor) -> LocalRegion:
-    """Returns the region that covers a whole tensor."""
-    shape = tuple(tensor.shape)
-    return LocalRegion(name, name_of(tensor.dtype), shape, whole(shape), tensor.nbytes, lambda: flat(tensor))
+TrainingState = Mapping[str, Any]
+_NONE: Mapping[str, Numbering] = MappingProxyType({})
+_WRAPPERS = (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-def cut(held: LocalRegion, start: int, stop: int) -> list[LocalRegion]:
-    """Returns the regions that make up bytes `start` to `stop` of a region, both multiples of the element size."""
-    if (start, stop) == (0, held.nbytes):
-        return [held]
-    size = held.nbytes // count(held.region)
-    parts: list[LocalRegion] = []
-    first = start // size
-    for region in cut_out(held.region, first, stop // size):
-        parts.append(_section(held, region, first, first + count(region)))
-        first += count(region)
-    return parts
+def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbering] = _NONE) -> CapturedState:
+    """Returns this rank's contribution to a checkpoint of `state`, without copying data.
 
-
-def _section(held: LocalRegion, region: Region, first: int, last: int) -> LocalRegion:
-    nbytes = (last - first) * (held.nbytes // count(held.region))
-    return replace(held, region=region, nbytes=nbytes, elements=lambda: held.elements()[first:last])
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements in row-major order, and copies them only if their order in memory differs."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().view(-1)
-
-
-def require_dense(name: str, tensor: torch.Tensor) -> None:
-    """Checks that a checkpoint can hold a tensor.
+    Args:
+        state: the objects and plain values by name.
+        is_first: whether this is rank 0, whose buffers and loader positions are saved.
+        numberings: the numberings of the pipeline optimizers, by name.
 
     Raises:
-        TypeError: the tensor is sparse, quantized or distributed by another library, or has an unsupported dtype.
+        TypeError: the state contains an object that a checkpoint cannot hold. The message contains its name.
     """
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+    into = CapturedState(is_first)
+    for name, value in entries(state):
+        _capture(name, value, into, numberings.get(name))
+    return into
+
+
+def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the objects and values of a state with their names, including those in dicts and in an ElasticState.
+
+    Raises:
+        TypeError: the state is not a dict, or a name is empty or not a string.
+    """
+    if not isinstance(state, Mapping):
         raise TypeError(
-            f"{name!r} is a {kind} tensor; a checkpoint can only contain dense tensors. Save tensor.to_dense() instead"
+            f"the state is a {type(state).__name__}; it must be a dict that maps names to objects, such as "
+            '{"model": model, "optimizer": optimizer}'
         )
-    if hasattr(tensor, "_local_tensor") or hasattr(tensor, "local_shards"):
-        raise TypeError(
-            f"{name!r} is a {type(tensor).__name__}, which torch.distributed has distributed over processes; save it "
-            "with torch.distributed.checkpoint, which paceline.load can read"
-        )
-    name_of(tensor.dtype)
+    for key, value in state.items():
+        if not isinstance(key, str) or not (key or name):
+            raise TypeError(
+                f"the state has the key {key!r} of type {type(key).__name__}; names must be non-empty strings"
+            )
+        inner = join(name, key)
+        if isinstance(value, ElasticState):
+            for full, part in entries(value.parts(), inner):
+                require_undivided(full, module_of(part), part)
+                yield full, part
+            yield join(inner, "epoch"), value
+        elif isinstance(value, dict) and holds_objects(value):
+            yield from entries(value, inner)
+        else:
+            yield inner, value
+
+
+def holds_objects(value: dict[Any, Any]) -> bool:
+    """Returns True if a dict contains not only plain values but also tensors or objects, which are loaded in place."""
+    return any(
+        holds_objects(member)
+        if isinstance(member, dict)
+        else isinstance(member, (torch.Tensor, Stateful, LogicalShards))
+        for member in value.values()
+    )
+
+
+def module_of(value: object) -> nn.Module | None:
+    """Returns the model inside any wrappers, or None if `value` is not a model."""
+    if isinstance(value, LogicalShards):
+        return value.module
+    while isinstance(value, _WRAPPERS):
+        value = value.module
+    return value if isinstance(value, nn.Module) else None
+
+
+def keys_in_whole(module: nn.Module) -> Set[str]:
+    """Returns the `state_dict` keys of a module, or of the undivided model if the module is a `Pipeline`."""
+    return module.whole.keys if isinstance(module, Pipeline) else module.state_dict(keep_vars=True).keys()
+
+
+def may_be_missing(value: object) -> bool:
+    """Returns True if a checkpoint may lack an object, such as pending gradients or a module without state."""
+    module = module_of(value)
+    return isinstance(value, PendingGradients) or (module is not None and not keys_in_whole(module))
+
+
+def key_in_whole(module: nn.Module, key: str) -> str:
+    """Converts a key of a module's `state_dict` to the key in the undivided model's `state_dict`."""
+    return module.whole.key_of(key) if isinstance(module, Pipeline) else key
+
+
+def _capture(name: str, value: object, into: CapturedState, numbering: Numbering | None) -> None:
+    module = module_of(value)
+    require_fit(name, module, value)
+    if module is not None:
+        _capture_module(name, module, into)
+    elif isinstance(value, Optimizer):
+        _capture_optimizer(name, value, into, numbering)
+    elif isinstance(value, (StatefulLoader, ShardLoader)):
+        if into.is_first:  # rank 0's position counts, even in the last step of an epoch
+            into.values[name] = _only_plain(name, value.state_dict())
+    elif isinstance(value, torch.Tensor):
+        into.add_tensor(name, value)
+    elif isinstance(value, PendingGradients):
+        if into.is_first:  # the gradients are the same on all workers
+            into.hold_tree(name, value.state_dict())
+    else:
+        into.add_object(name, value.state_dict() if isinstance(value, Stateful) else value)
+
+
+def _only_plain(name: str, state: object) -> object:
+    taken = CapturedState()
+    taken.add_object(name, state)
+    if taken.objects[name].tensors:
+        raise TypeError(f"the state of {name!r} has tensors; the position of a loader must consist of plain values")
+    return taken.objects[name].value
+
+
+def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:
+    sharded = sharded_parameters_of(module)
+    is_pipeline = isinstance(module, Pipeline)
+    if isinstance(module, Pipeline):
+        into.layers[name] = [layer for layer, _ in module.named_children()], len(module.whole.names)
+    if not keys_in_whole(module):
+        into.values[name] = {}  # records the name of a module without state
+    is_contributor = into.is_on_first_rank(module.parameters())
+    for key, value in module.state_dict(keep_vars=True).items():
+        full = join(name, key_in_whole(module, key))
+        shards = None if sharded is None else sharded.shards_of(value)
+        if shards is not None:
+            for shard in shards:
+                if (run := ShardedParameters.own_run(shard)) is None:
+                    continue
+                layout = ShardLayout.of_shard(shard)
+                if is_contributor or layout.is_divided:
+                    into.hold(layout.local_regions(full, run))
+        elif isinstance(value, nn.Parameter):
+            layout = into.layouts[value]
+            if is_pipeline or layout.is_divided:
+                require_dense(full, value)
+                for region in layout.local_regions(full, value):
+                    into.offer(region)
+            else:
+                into.add_tensor(full, value)
+        elif not isinstance(value, torch.Tensor):
+            into.add_object(full, value, is_everywhere=not is_pipeline)
+        elif is_pipeline:
+            require_dense(full, value)
+            into.offer(whole_of(full, value.detach()), of_first=True)
+        else:
+            into.add_of_first(full, value)
+
+
+def _capture_optimizer(name: str, optimizer: Optimizer, into: CapturedState, numbering: Numbering | None) -> None:
+    """Adds an optimizer to the captured state.
+
+    Args:
+        numbering: the numbering of a pipeline optimizer, or None for an optimizer with all parameters of the model.
+
+    Raises:
+        TypeError: the ranks' parts of the optimizer state cannot be assembled.
+    """
+    parameters = parameters_of(optimizer)
+    numbers = list(range(len(parameters))) if numbering is None else list(chain(*numbering.of_own(optimizer)))
+    if isinstance(optimizer, PartitionedOptimizer):
+        _add_groups(name, to_state_dict(optimizer.param_groups, {})["param_groups"], into, numbering)
+        _capture_partitioned(name, optimizer, into, numbers)
+        return
+    for key, value in optimizer.state_dict().items():
+        if key == "param_groups":
+            _add_groups(name, value, into, numbering)
+        elif key != "state":
+            into.add_tree(join(name, key), value)
+        else:
+            for index, values in value.items():
+                is_known = isinstance(index, int) and index < len(parameters)
+                layout, number = (into.layouts[parameters[index]], numbers[index]) if is_known else (None, index)
+                full = join(name, "state", number)
+                if not isinstance(values, Mapping) or not values:
+                    into.add_tree(full, values)
+                elif layout is not None and (numbering is not None or layout.is_divided):
+                    for part, kept in values.items():
+                        _offer(join(full, part), kept, layout, into)
+                else:
+                    for part, kept in values.items():
+                        into.add_tree(join(full, part), kept)
+
+
+def _add_groups(name: str, groups: list[dict[str, Any]], into: CapturedState, numbering: Numbering | None) -> None:
+    into.add_tree(join(name, "param_groups"), groups if numbering is None else numbering.of_all(groups))
+
+
+def _offer(name: str, value: object, layout: ShardLayout, into: CapturedState) -> None:
+    """Adds an optimizer value for a parameter that is divided among ranks or exists only on some of the ranks."""
+    for full, tensor in into.add_values(name, value).items():
+        is_divided = layout.applies_to(tensor, full)
+        for region in layout.local_regions(full, tensor) if is_divided else [whole_of(full, tensor.detach())]:
+            into.offer(region)
+
+
+def _capture_partitioned(name: str, optimizer: PartitionedOptimizer, into: CapturedState, numbers: list[int]) -> None:
+    is_contributor = into.is_on_first_rank(parameters_of(optimizer))
+    for index, shard, values in optimizer.own_parts():
+        layout = ShardLayout.of_shard(shard)
+        for key, value in values.items():
+            full = join(name, "state", numbers[index], key)
+            is_of_elements = isinstance(value, torch.Tensor) and value.shape == shard.run_shape
+            if isinstance(value, torch.Tensor) and is_of_elements and not (shard.is_whole and not layout.is_divided):
+                if is_contributor or layout.is_divided:
+                    into.hold(layout.local_regions(full, value))
+            elif shard.is_first_part and (layout.is_on_first_rank if layout.is_divided else is_contributor):
+                if isinstance(value, torch.Tensor):
+                    layout.applies_to(value, full)  # raises TypeError if the tensor cannot be saved
+                into.hold_tree(full, value)
+
+
+def unsaved_gradients(state: TrainingState) -> list[str]:
+    """Returns the names of parameters with gradients that no optimizer has used and that would not be saved.
+
+    Before the first observed step, gradients of parameters with optimizer state are assumed to have been used.
+    """
+    found = list(entries(state))
+    saved = {id(value.module) for _, value in found if isinstance(value, PendingGradients)}
+    optimizers = [value for _, value in found if isinstance(value, Optimizer)]
+    holders = {
+        param: holder
+        for optimizer in optimizers
+        if isinstance(optimizer, PartitionedOptimizer)
+        for param, holder in optimizer.gradient_holders()
+    }
+
+    def is_lost(param: nn.Parameter) -> bool:
+        if not GRADIENT_USE.has_seen_step and any(optimizer.state.get(param) for optimizer in optimizers):
+            return False
+        return is_pending(param) or (param in holders and is_pending(holders[param]))
+
+    modules = {name: module for name, value in found if (module := module_of(value)) is not None}
+    return [
+        join(name, key)
+        for name, module in modules.items()
+        if id(module) not in saved
+        for key, param in module.named_parameters()
+        if is_lost(param)
+    ]
+
+
+def elastic_of(state: TrainingState) -> ElasticState | None:
+    """Returns the `ElasticState` in a state, or None."""
+    for value in state.values():
+        if isinstance(value, ElasticState):
+            return value
+        if isinstance(value, dict) and (inner := elastic_of(value)) is not None:
+            return inner
+    return None
+
+
+class RandomState:
+    """The state of this process's random number generators (Python, torch and NumPy), for use in a checkpoint.
+
+    If the process has used an accelerator, such as CUDA, the generators of all its devices are saved, beginning with
+    that of the current device. On loading, the first saved state is restored on the current device.
+
+    Each rank saves its own state and loads it again. Ranks for which no state was saved load the state of rank 0.
+
+    Example::
+
+        paceline.save({"model": model, "random": paceline.RandomState()}, "checkpoints")
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states of the generators."""
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        accelerator = accelerator_in_use()
+        if accelerator is not None:
+            module = torch.get_device_module(accelerator)
+            state[accelerator.type] = [module.get_rng_state(index) for index in _indices_from_current()]
+        if "numpy" in sys.modules:
+            kind, keys, *rest = sys.modules["numpy"].random.get_state()
+            state["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), *rest]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the generators. Generators that are missing in the state are left unchanged."""
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        torch.set_rng_state(state["torch"])
+        accelerator = current_accelerator()
+        if accelerator is not None and accelerator.type in state and torch.accelerator.device_count() > 0:
+            saved = state[accelerator.type]  # a tensor in checkpoints from earlier releases
+            module = torch.get_device_module(accelerator)
+            for index, own in zip(
+                _indices_from_current(), [saved] if isinstance(saved, torch.Tensor) else saved, strict=False
+            ):
+                module.set_rng_state(own, index)
+        if "numpy" in state and "numpy" in sys.modules:
+            kind, keys, *rest = state["numpy"]
+            sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def _indices_from_current() -> list[int]:
+    """Returns the indices of all devices, beginning with the current one."""
+    count, current = torch.accelerator.device_count(), torch.accelerator.current_device_index()
+    return [(current + offset) % count for offset in range(count)]

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.train.checkpoint.captured_state import TrainingState
 from paceline.train.checkpoint.foreign.foreign_file import open_foreign
-from paceline.train.checkpoint.format.checkpoint import Checkpoint, open_checkpoint
-from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.checkpoint import Checkpoint
+from paceline.train.checkpoint.format.root import Root, open_checkpoint
 from paceline.train.checkpoint.host_disks import (
     AbsentCheckpoint,
     Disks,
@@ -31,7 +32,6 @@ from paceline.train.checkpoint.read import LoadPlan, fetch, fill
 from paceline.train.checkpoint.save import BACKGROUND
 from paceline.train.checkpoint.save_plan import agreed_numberings
 from paceline.train.checkpoint.state_restorer import StateRestorer, load_foreign
-from paceline.train.checkpoint.training_state import TrainingState
 
 _FOREIGN = "foreign:"  # prefixed to the path of a checkpoint from another library
 

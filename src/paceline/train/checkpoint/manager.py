@@ -20,6 +20,7 @@ import torch
 from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import CheckpointError, CollectiveError, StoreError
+from paceline.train.checkpoint.captured_state import TrainingState, elastic_of, unsaved_gradients
 from paceline.train.checkpoint.format.root import Root
 from paceline.train.checkpoint.format.values import some
 from paceline.train.checkpoint.host_disks import Disks, found_disks
@@ -28,7 +29,6 @@ from paceline.train.checkpoint.peer_copies import PeerCopies
 from paceline.train.checkpoint.rank_channel import CollectiveChannel, GroupChannel, SingleRank, channel_of
 from paceline.train.checkpoint.save import BACKGROUND, staged, write, write_later, write_staged
 from paceline.train.checkpoint.save_plan import SavePlan, plan_save
-from paceline.train.checkpoint.training_state import TrainingState, elastic_of, unsaved_gradients
 from paceline.train.elastic.worker.elastic_state import ElasticState
 from paceline.train.gradient_use import GRADIENT_USE
 

@@ -1,4 +1,4 @@
-"""Captures optimizers. A checkpoint holds an optimizer's state for the whole model, even if ranks divide the model.
+"""Numbering: the parameter numbers of optimizers. A checkpoint holds an optimizer's state for the whole model.
 
 The state of an optimizer is keyed by parameter numbers. On each rank of a pipeline, the optimizer numbers only its own
 parameters. The ranks therefore agree on a `Numbering`, which maps each rank's numbers to those in the undivided model's
@@ -16,11 +16,9 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.captured_state import CapturedState, whole_of
 from paceline.train.checkpoint.format.values import join
-from paceline.train.checkpoint.shard_layout import ShardLayout, is_first_of, parameters_of
+from paceline.train.checkpoint.shard_layout import ShardLayout, parameters_of
 from paceline.train.pipeline.pipeline import index_in_model
-from paceline.train.zero.optimizer_state import to_state_dict
 from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 
 Outline = dict[str, list[list[int]]]
@@ -141,69 +139,6 @@ def _positions(optimizer: Optimizer) -> list[list[int]]:
 
 def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def capture_optimizer(name: str, optimizer: Optimizer, into: CapturedState, numbering: Numbering | None) -> None:
-    """Adds an optimizer to the captured state.
-
-    Args:
-        numbering: the numbering of a pipeline optimizer, or None for an optimizer with all parameters of the model.
-
-    Raises:
-        TypeError: the ranks' parts of the optimizer state cannot be assembled.
-    """
-    parameters = parameters_of(optimizer)
-    numbers = list(range(len(parameters))) if numbering is None else list(chain(*numbering.of_own(optimizer)))
-    if isinstance(optimizer, PartitionedOptimizer):
-        _add_groups(name, to_state_dict(optimizer.param_groups, {})["param_groups"], into, numbering)
-        _capture_partitioned(name, optimizer, into, numbers)
-        return
-    for key, value in optimizer.state_dict().items():
-        if key == "param_groups":
-            _add_groups(name, value, into, numbering)
-        elif key != "state":
-            into.add_tree(join(name, key), value)
-        else:
-            for index, values in value.items():
-                is_known = isinstance(index, int) and index < len(parameters)
-                layout, number = (ShardLayout.of(parameters[index]), numbers[index]) if is_known else (None, index)
-                full = join(name, "state", number)
-                if not isinstance(values, Mapping) or not values:
-                    into.add_tree(full, values)
-                elif layout is not None and (numbering is not None or layout.is_divided):
-                    for part, kept in values.items():
-                        _offer(join(full, part), kept, layout, into)
-                else:
-                    for part, kept in values.items():
-                        into.add_tree(join(full, part), kept)
-
-
-def _add_groups(name: str, groups: list[dict[str, Any]], into: CapturedState, numbering: Numbering | None) -> None:
-    into.add_tree(join(name, "param_groups"), groups if numbering is None else numbering.of_all(groups))
-
-
-def _offer(name: str, value: object, layout: ShardLayout, into: CapturedState) -> None:
-    """Adds an optimizer value for a parameter that is divided among ranks or exists only on some of the ranks."""
-    for full, tensor in into.add_values(name, value).items():
-        is_divided = layout.applies_to(tensor, full)
-        for region in layout.local_regions(full, tensor) if is_divided else [whole_of(full, tensor.detach())]:
-            into.offer(region)
-
-
-def _capture_partitioned(name: str, optimizer: PartitionedOptimizer, into: CapturedState, numbers: list[int]) -> None:
-    is_contributor = is_first_of(parameters_of(optimizer))
-    for index, shard, values in optimizer.own_parts():
-        layout = ShardLayout.of_shard(shard)
-        for key, value in values.items():
-            full = join(name, "state", numbers[index], key)
-            is_of_elements = isinstance(value, torch.Tensor) and value.shape == shard.run_shape
-            if isinstance(value, torch.Tensor) and is_of_elements and not (shard.is_whole and not layout.is_divided):
-                if is_contributor or layout.is_divided:
-                    into.hold(layout.local_regions(full, value))
-            elif shard.is_first_part and (layout.is_on_first_rank if layout.is_divided else is_contributor):
-                if isinstance(value, torch.Tensor):
-                    layout.applies_to(value, full)  # raises TypeError if the tensor cannot be saved
-                into.hold_tree(full, value)
 
 
 def own_groups(

@@ -1,6 +1,6 @@
 """Replicas of checkpoints in the memory of launchers. `CheckpointManager` writes and restores these replicas.
 
-The protocol and the replication itself are in `peer_memory`, which imports no torch.
+`replicate.py` defines the steps of a replication, and `peer_memory` the protocol of the launchers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,20 @@ import msgspec
 
 from paceline.comm.engine.formation import host_id
 from paceline.errors import CheckpointDamagedError, CheckpointError, PacelineError
+from paceline.train.checkpoint.captured_state import TrainingState
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.load import LoadResult, load_by
 from paceline.train.checkpoint.peer_memory.client import CacheClient, dial
 from paceline.train.checkpoint.peer_memory.protocol import Inventory
-from paceline.train.checkpoint.peer_memory.replicate import (
+from paceline.train.checkpoint.peer_memory.server import VARIABLE
+from paceline.train.checkpoint.rank_channel import (
+    CollectiveChannel,
+    GroupChannel,
+    RankChannel,
+    background_channel,
+    results_of_all,
+)
+from paceline.train.checkpoint.replicate import (
     CacheLocation,
     FoundCheckpoint,
     ReplicaSource,
@@ -30,17 +39,8 @@ from paceline.train.checkpoint.peer_memory.replicate import (
     replicate_checkpoint,
     targets,
 )
-from paceline.train.checkpoint.peer_memory.server import VARIABLE
-from paceline.train.checkpoint.rank_channel import (
-    CollectiveChannel,
-    GroupChannel,
-    background_channel,
-    results_of_all,
-)
-from paceline.train.checkpoint.rank_results import RankChannel
 from paceline.train.checkpoint.save import outgoing_of
 from paceline.train.checkpoint.save_plan import SavePlan
-from paceline.train.checkpoint.training_state import TrainingState
 
 _OTHER_HOST_TIMEOUT_S = 3.0  # timeout for the cache of another host, which may have been lost
 _UNREACHABLE = (OSError, ValueError, PacelineError)

@@ -28,8 +28,15 @@ from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE
 from paceline.train.checkpoint.format.values import SEPARATOR, TensorRef, decode, of_rank, unescaped
 from paceline.train.checkpoint.host_disks import AbsentCheckpoint
 from paceline.train.checkpoint.pytree import as_bytes, memory_with, put_together, type_of
-from paceline.train.checkpoint.rank_channel import CollectiveChannel, GroupChannel, SingleRank, results_of_all
-from paceline.train.checkpoint.rank_results import encode_result, is_success, require_success
+from paceline.train.checkpoint.rank_channel import (
+    CollectiveChannel,
+    GroupChannel,
+    SingleRank,
+    encode_result,
+    is_success,
+    require_success,
+    results_of_all,
+)
 
 _AFTER_SEPARATOR = chr(ord(SEPARATOR) + 1)
 _EXCHANGED_AT_ONCE_NBYTES = 64 << 20  # maximum size of a message, unless a single piece is larger

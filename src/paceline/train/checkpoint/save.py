@@ -22,7 +22,7 @@ from paceline import _core
 from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, accelerator_in_use, record_current
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.captured_state import LocalRegion
+from paceline.train.checkpoint.captured_state import TrainingState
 from paceline.train.checkpoint.format.local_storage import ALIGNMENT
 from paceline.train.checkpoint.format.manifest import (
     contribution_to_bytes,
@@ -37,13 +37,16 @@ from paceline.train.checkpoint.pytree import memory_with, type_of
 from paceline.train.checkpoint.rank_channel import (
     CollectiveChannel,
     GroupChannel,
+    RankChannel,
     background_channel,
     channel_of,
+    decode_result,
+    encode_result,
+    is_success,
     results_of_all,
 )
-from paceline.train.checkpoint.rank_results import RankChannel, decode_result, encode_result, is_success
 from paceline.train.checkpoint.save_plan import SavePlan, plan_save
-from paceline.train.checkpoint.training_state import TrainingState
+from paceline.train.checkpoint.shard_layout import LocalRegion
 from paceline.train.elastic.process_priority import lower_thread_priority
 
 _CHUNK_NBYTES = 16 << 20  # number of bytes that one thread copies at a time

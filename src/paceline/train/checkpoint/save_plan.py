@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.captured_state import CapturedObject, CapturedState, LocalRegion, cut, whole_of
+from paceline.train.checkpoint.captured_state import CapturedObject, CapturedState, TrainingState, capture, entries
 from paceline.train.checkpoint.format.manifest import Draft
 from paceline.train.checkpoint.format.regions import Region, untiled
 from paceline.train.checkpoint.format.root import Root
@@ -24,9 +24,14 @@ from paceline.train.checkpoint.format.values import Json, encode, of_rank
 from paceline.train.checkpoint.host_disks import Disks, begin
 from paceline.train.checkpoint.optimizers import Numbering, agreed, outline_of
 from paceline.train.checkpoint.pytree import name_of, take_apart
-from paceline.train.checkpoint.rank_channel import CollectiveChannel, result_of_first, results_of_all
-from paceline.train.checkpoint.rank_results import encode_result, fault_of
-from paceline.train.checkpoint.training_state import TrainingState, capture, entries
+from paceline.train.checkpoint.rank_channel import (
+    CollectiveChannel,
+    encode_result,
+    fault_of,
+    result_of_first,
+    results_of_all,
+)
+from paceline.train.checkpoint.shard_layout import LocalRegion, cut, whole_of
 from paceline.train.module_tensors import memory_of
 
 

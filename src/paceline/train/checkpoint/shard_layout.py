@@ -1,14 +1,15 @@
 """ShardLayout: the region of an undivided parameter that a rank holds.
 
 `parallelize_module` narrows a parameter in one dimension, and ZeRO cuts the result into runs of elements in memory
-order. A `ShardLayout` describes the combination of both. It is computed once for each parameter or optimizer shard and
-passed on. It is not stored on the parameter, because the parameter may be moved or divided differently later.
+order. A `ShardLayout` describes the combination of both, and `local_regions` returns the elements as `LocalRegion`s. A
+layout is computed once for each parameter (`ParameterLayouts`) or optimizer shard, and passed on. It is not stored on
+the parameter, because the parameter may be moved or divided differently later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -17,14 +18,94 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.captured_state import LocalRegion, flat
-from paceline.train.checkpoint.format.regions import Flat, Region, TensorBlock, blocks, moved, simplified, whole
+from paceline.train.checkpoint.format.regions import (
+    Flat,
+    Region,
+    TensorBlock,
+    blocks,
+    count,
+    cut_out,
+    moved,
+    simplified,
+    whole,
+)
 from paceline.train.checkpoint.pytree import name_of
 from paceline.train.logical_shards.logical_shards import LogicalShards
 from paceline.train.pipeline.pipeline import Pipeline, index_in_model
 from paceline.train.shared_model.shared_model_optimizer import SharedModelOptimizer
 from paceline.train.tensor.layers import WeightSlice, slice_of
 from paceline.train.zero.shards import Shard
+
+
+@dataclass(frozen=True)
+class LocalRegion:
+    """A region of a tensor in this rank's memory.
+
+    Attributes:
+        name: the name of the tensor.
+        dtype: the safetensors name of the tensor's dtype.
+        shape: the shape of the whole tensor.
+        region: the location of the elements in the whole tensor.
+        nbytes: the size of the region in bytes.
+        elements: a function that returns the elements, row-major and contiguous. It copies them only when called, if at
+            all.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    region: Region
+    nbytes: int
+    elements: Callable[[], torch.Tensor]
+
+
+def whole_of(name: str, tensor: torch.Tensor) -> LocalRegion:
+    """Returns the region that covers a whole tensor."""
+    shape = tuple(tensor.shape)
+    return LocalRegion(name, name_of(tensor.dtype), shape, whole(shape), tensor.nbytes, lambda: flat(tensor))
+
+
+def cut(held: LocalRegion, start: int, stop: int) -> list[LocalRegion]:
+    """Returns the regions that make up bytes `start` to `stop` of a region, both multiples of the element size."""
+    if (start, stop) == (0, held.nbytes):
+        return [held]
+    size = held.nbytes // count(held.region)
+    parts: list[LocalRegion] = []
+    first = start // size
+    for region in cut_out(held.region, first, stop // size):
+        parts.append(_section(held, region, first, first + count(region)))
+        first += count(region)
+    return parts
+
+
+def _section(held: LocalRegion, region: Region, first: int, last: int) -> LocalRegion:
+    nbytes = (last - first) * (held.nbytes // count(held.region))
+    return replace(held, region=region, nbytes=nbytes, elements=lambda: held.elements()[first:last])
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements in row-major order, and copies them only if their order in memory differs."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1)
+
+
+def require_dense(name: str, tensor: torch.Tensor) -> None:
+    """Checks that a checkpoint can hold a tensor.
+
+    Raises:
+        TypeError: the tensor is sparse, quantized or distributed by another library, or has an unsupported dtype.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise TypeError(
+            f"{name!r} is a {kind} tensor; a checkpoint can only contain dense tensors. Save tensor.to_dense() instead"
+        )
+    if hasattr(tensor, "_local_tensor") or hasattr(tensor, "local_shards"):
+        raise TypeError(
+            f"{name!r} is a {type(tensor).__name__}, which torch.distributed has distributed over processes; save it "
+            "with torch.distributed.checkpoint, which paceline.load can read"
+        )
+    name_of(tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -200,6 +281,14 @@ class ShardLayout:
         )
 
 
+class ParameterLayouts(dict[torch.Tensor, ShardLayout]):
+    """The layouts of the parameters in a state. Each is computed once, although modules and optimizers share it."""
+
+    def __missing__(self, parameter: torch.Tensor) -> ShardLayout:
+        layout = self[parameter] = ShardLayout.of(parameter)
+        return layout
+
+
 def _region_of(weight_slice: WeightSlice) -> Region:
     shape, dim = weight_slice.shape, weight_slice.dim
     extent = (*shape[:dim], weight_slice.stop - weight_slice.start, *shape[dim + 1 :])
@@ -224,15 +313,6 @@ def parameters_of(value: nn.Module | Optimizer) -> list[torch.Tensor]:
     if isinstance(value, nn.Module):
         return list(value.parameters())
     return [parameter for group in value.param_groups for parameter in group["params"]]
-
-
-def is_first_of(parameters: Iterable[torch.Tensor]) -> bool:
-    """Returns True if this is the first of the ranks among which `parallelize_module` divided these parameters.
-
-    All of these ranks have the same undivided parameters, so only the first rank contributes its shards of these
-    parameters.
-    """
-    return all(cut.group.rank() == 0 for parameter in parameters if (cut := slice_of(parameter)) is not None)
 
 
 def require_fit(name: str, module: nn.Module | None, value: object) -> None:

@@ -16,19 +16,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.foreign.foreign_file import ForeignCheckpoint, state_of
-from paceline.train.checkpoint.format.values import SEPARATOR, escaped, join, some, unescaped
-from paceline.train.checkpoint.optimizers import Numbering, own_groups, own_state_dict
-from paceline.train.checkpoint.pytree import with_classes_of
-from paceline.train.checkpoint.read import LoadPlan, number_of
-from paceline.train.checkpoint.shard_layout import RunPart, ShardLayout, is_divided, parameters_of, require_fit
-from paceline.train.checkpoint.training_state import (
+from paceline.train.checkpoint.captured_state import (
     TrainingState,
     holds_objects,
     key_in_whole,
     keys_in_whole,
     may_be_missing,
     module_of,
+)
+from paceline.train.checkpoint.foreign.foreign_file import ForeignCheckpoint, state_of
+from paceline.train.checkpoint.format.values import SEPARATOR, escaped, join, some, unescaped
+from paceline.train.checkpoint.optimizers import Numbering, own_groups, own_state_dict
+from paceline.train.checkpoint.pytree import with_classes_of
+from paceline.train.checkpoint.read import LoadPlan, number_of
+from paceline.train.checkpoint.shard_layout import (
+    ParameterLayouts,
+    RunPart,
+    ShardLayout,
+    is_divided,
+    parameters_of,
+    require_fit,
 )
 from paceline.train.elastic.worker.elastic_state import ElasticState
 from paceline.train.elastic.worker.training_state import Stateful
@@ -54,7 +61,8 @@ class StateRestorer:
 
     def __init__(self, plan: LoadPlan, strict: bool, contexts: ExitStack, numberings: Mapping[str, Numbering]) -> None:
         self._plan, self._strict, self._contexts = plan, strict, contexts
-        self._optimizers = OptimizerRestorer(plan, numberings)
+        self._layouts = ParameterLayouts()
+        self._optimizers = OptimizerRestorer(plan, numberings, self._layouts)
         self._where = plan.checkpoint.describe()
 
     def request(self, state: TrainingState, name: str = "") -> None:
@@ -124,7 +132,7 @@ class StateRestorer:
                     if (run := ShardedParameters.own_run(shard)) is not None:
                         self._request_local(full, run, ShardLayout.of_shard(shard))
             elif isinstance(value, torch.Tensor):
-                layout = ShardLayout.of(value)
+                layout = self._layouts[value]
                 if layout.is_divided:
                     self._request_local(full, value, layout)
                 else:
@@ -169,10 +177,11 @@ class OptimizerRestorer:
     Args:
         plan: the plan to which the requests are added.
         numberings: the numberings of the pipeline optimizers, by name.
+        layouts: the layouts of the parameters of the state.
     """
 
-    def __init__(self, plan: LoadPlan, numberings: Mapping[str, Numbering]) -> None:
-        self._plan, self._numberings = plan, numberings
+    def __init__(self, plan: LoadPlan, numberings: Mapping[str, Numbering], layouts: ParameterLayouts) -> None:
+        self._plan, self._numberings, self._layouts = plan, numberings, layouts
 
     def request(self, name: str, optimizer: Optimizer) -> None:
         """Requests the state of an optimizer.
@@ -193,7 +202,7 @@ class OptimizerRestorer:
 
     def _request_usual(self, name: str, optimizer: Optimizer, numbering: Numbering | None) -> None:
         layout_of: dict[object, ShardLayout] = {
-            number: ShardLayout.of(parameter)
+            number: self._layouts[parameter]
             for number, parameter in zip(_numbers(optimizer, numbering), parameters_of(optimizer), strict=True)
         }
         trees: dict[str, Later] = {}

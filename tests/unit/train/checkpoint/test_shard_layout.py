@@ -18,12 +18,13 @@ from torch import nn
 
 import paceline as dist
 from paceline.cli.main import main
-from paceline.train.checkpoint.captured_state import cut, whole_of
-from paceline.train.checkpoint.format.checkpoint import Checkpoint, open_checkpoint
+from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.regions import Flat, Region, TensorBlock, count, untiled
+from paceline.train.checkpoint.format.root import open_checkpoint
 from paceline.train.checkpoint.load import load_from
 from paceline.train.checkpoint.rank_channel import GroupChannel
 from paceline.train.checkpoint.save_plan import Offer, assign_offers
+from paceline.train.checkpoint.shard_layout import ShardLayout, cut, whole_of
 from paceline.train.tensor.layers import bounds
 
 SIMPLE = [Layout(1, 1, 2), Layout(1, 1, 4), Layout(1, 2, 1), Layout(1, 2, 2), Layout(2, 1, 2, zero=1)]
@@ -286,3 +287,22 @@ def test_what_few_ranks_have_is_dealt_out_first():
     shared = Offer("shared", "F32", (1000,), Flat(0, 1000), 4000, False)
     shares = assign_offers([[alone, shared], [shared]], [0, 0], alignment=4)
     assert [sum(stop - start for _, start, stop in each) for each in shares] == [4000, 4000]
+
+
+def test_a_parameters_layout_is_computed_once(tmp_path, monkeypatch):
+    computed: list[torch.Tensor] = []
+    layout_of = ShardLayout.of
+
+    def counted(parameter: torch.Tensor) -> ShardLayout:
+        computed.append(parameter)
+        return layout_of(parameter)
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(ShardLayout, "of", staticmethod(counted))
+    for call in (dist.save, dist.load):
+        computed.clear()
+        call({"model": model, "optimizer": optimizer}, tmp_path)
+        assert sorted(map(id, computed)) == sorted(map(id, model.parameters()))

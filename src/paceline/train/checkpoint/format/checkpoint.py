@@ -1,7 +1,7 @@
 """Checkpoint: reads any region of any tensor in a checkpoint, and verifies the digests.
 
-`listing_of` lists the checkpoints in a root with their faults, and `export` writes tensors from a checkpoint as one
-safetensors file.
+`export` writes tensors from a checkpoint as one safetensors file. `open_checkpoint` (`root.py`) opens the newest
+checkpoint in a directory.
 """
 
 from __future__ import annotations
@@ -10,25 +10,18 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
-from paceline.train.checkpoint.format.local_storage import LocalStorage, open_storage
+from paceline.train.checkpoint.format.local_storage import LocalStorage
 from paceline.train.checkpoint.format.manifest import (
-    FILE,
-    LATEST,
-    WRITING,
     Manifest,
     Piece,
-    Summary,
     TensorEntry,
     digest_of,
-    is_name,
-    manifest_from_bytes,
-    summary_from_bytes,
+    read_manifest,
 )
 from paceline.train.checkpoint.format.regions import Flat, Region, copies, count, whole
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, header_of, nbytes_of
@@ -37,12 +30,10 @@ from paceline.train.checkpoint.format.storage import (
     OutputFile,
     ReadableStorage,
     SharedLock,
-    Storage,
     check_room,
     storage_error,
 )
 
-_MOST_NBYTES = 4 << 30  # maximum size of a manifest, which takes a few tens of bytes per MiB of the checkpoint
 _CHUNK_NBYTES = 64 << 20  # number of bytes that are exported at a time
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -288,120 +279,6 @@ class _Blocks:
 
     def _what(self) -> str:
         return f"of the tensor {self._tensor}"
-
-
-def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
-    """Opens the checkpoint at a path or address, or the newest complete checkpoint if `where` is a root.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint. The message contains the faults of all checkpoints.
-    """
-    storage = open_storage(where)
-    if storage.size(FILE) is not None:
-        return Checkpoint(storage, "")
-    damaged: dict[str, str] = {}
-    while True:
-        listings = listing_of(storage)
-        name = next(
-            (listing.name for listing in listings if listing.fault is None and listing.name not in damaged), None
-        )
-        if name is None:
-            break
-        try:
-            return Checkpoint(storage, name)
-        except CheckpointDamagedError as error:  # a concurrent save may also have removed the checkpoint
-            damaged[name] = str(error)
-    faults = "; ".join(f"{listing.name}: {listing.fault or damaged[listing.name]}" for listing in listings)
-    raise CheckpointError(f"{storage.describe()} contains no complete checkpoint" + (f" ({faults})" if faults else ""))
-
-
-def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:
-    """Returns the manifest of a checkpoint.
-
-    Raises:
-        CheckpointDamagedError: the manifest is missing, truncated or changed.
-        CheckpointError: the manifest has an unsupported version, or cannot be read.
-    """
-    return manifest_from_bytes(*_manifest_text(storage, directory))
-
-
-def _manifest_text(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
-    """Returns the content of the manifest file, and its name for error messages."""
-    name = f"{directory}/{FILE}" if directory else FILE
-    try:
-        return read_file(storage, name), storage.describe(name)
-    except FileNotFoundError:
-        raise CheckpointDamagedError(f"{storage.describe(directory)} has no {FILE}: it was not finished") from None
-    except OSError as error:
-        raise storage_error("read", storage, name, error) from error
-
-
-def read_file(storage: ReadableStorage, name: str) -> bytes:
-    """Returns the content of a small file."""
-    file = storage.open(name)
-    with contextlib.closing(file):
-        if (nbytes := file.size()) > _MOST_NBYTES:
-            raise CheckpointDamagedError(
-                f"{storage.describe(name)} has {nbytes:,} bytes, which is more than it can have"
-            )
-        buffer = bytearray(nbytes)
-        return bytes(buffer[: file.read_into(0, memoryview(buffer))])
-
-
-@dataclass(frozen=True)
-class Listing:
-    """A checkpoint in a root as described by its manifest, and the fault that makes it unusable, if any."""
-
-    name: str
-    step: int | None = None
-    sequence: int | None = None
-    token: str | None = None
-    nbytes: int = 0
-    fault: str | None = None
-
-
-def listing_of(storage: Storage) -> list[Listing]:
-    """Returns the checkpoints in a root: first those whose manifest cannot be read, then the others, newest first."""
-    found = [look_at(storage, name) for name in storage.names() if is_name(name)]
-    return sorted(
-        found, key=lambda listing: (listing.sequence is None, listing.sequence or 0, listing.name), reverse=True
-    )
-
-
-def look_at(storage: Storage, name: str) -> Listing:
-    """Returns the listing of one checkpoint. If no fault is listed, all files exist and have the right sizes."""
-    try:
-        summary = summary_from_bytes(*_manifest_text(storage, name))
-        fault = _fault_of_sizes(storage, name, summary)
-    except (CheckpointError, OSError, KeyError) as error:
-        return Listing(name, fault=str(error))
-    nbytes = sum(file.nbytes for file in summary.files_here().values())
-    return Listing(name, summary.step, summary.sequence, summary.token, nbytes, fault)
-
-
-def _fault_of_sizes(storage: Storage, directory: str, summary: Summary) -> str | None:
-    """Returns the fault of the first file that is missing or has the wrong size, or None."""
-    for name, entry in summary.files_here().items():
-        path = f"{directory}/{name}"
-        nbytes = storage.size(path)
-        if nbytes is None:
-            return f"{storage.describe(path)} is missing"
-        if nbytes != entry.nbytes:
-            return f"{storage.describe(path)} has {nbytes:,} bytes instead of {entry.nbytes:,}"
-    return None
-
-
-def unfinished(storage: Storage) -> list[str]:
-    """Returns the directories of saves that failed or are still running."""
-    return sorted(name for name in storage.names() if name.startswith(WRITING))
-
-
-def latest_name(storage: Storage) -> str | None:
-    """Returns the checkpoint name in the file `latest`, or None if there is no such file."""
-    try:
-        return read_file(storage, LATEST).decode("utf-8", "replace").strip() or None
-    except (FileNotFoundError, CheckpointDamagedError):
-        return None
 
 
 def export(

@@ -7,6 +7,7 @@ detected.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from paceline.errors import CheckpointDamagedError, CheckpointError
 from paceline.train.checkpoint.format.regions import Flat, Region, TensorBlock, count, untiled
 from paceline.train.checkpoint.format.regions import fault_of as fault_of_region
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, nbytes_of
+from paceline.train.checkpoint.format.storage import ReadableStorage, storage_error
 from paceline.train.checkpoint.format.values import Json, tensors_in
 
 WRITING = ".writing-"
@@ -27,6 +29,7 @@ LATEST = "latest"
 _NAME = re.compile(r"(step|state)_\d+(\.\d+)?(-[0-9a-f]+)?")
 VERSION = 1
 FILE = "manifest.json"
+_MOST_NBYTES = 4 << 30  # maximum size of a manifest, which takes a few tens of bytes per MiB of the checkpoint
 _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 _LARGEST = 1 << 62
 _LARGEST_SEQUENCE = 1 << 53
@@ -445,3 +448,41 @@ def _lines(members: Mapping[str, object]) -> bytes:
         return b"{}"
     lines = (b" " + _member(name, msgspec.json.encode(value)) for name, value in members.items())
     return b"{\n" + b",\n".join(lines) + b"\n }"
+
+
+def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:
+    """Returns the manifest of a checkpoint.
+
+    Raises:
+        CheckpointDamagedError: the manifest is missing, truncated or changed.
+        CheckpointError: the manifest has an unsupported version, or cannot be read.
+    """
+    return manifest_from_bytes(*_text_of(storage, directory))
+
+
+def read_summary(storage: ReadableStorage, directory: str) -> Summary:
+    """Returns the summary of a checkpoint's manifest; raises the same errors as `read_manifest`."""
+    return summary_from_bytes(*_text_of(storage, directory))
+
+
+def _text_of(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
+    """Returns the content of the manifest file, and its name for error messages."""
+    name = f"{directory}/{FILE}" if directory else FILE
+    try:
+        return read_file(storage, name), storage.describe(name)
+    except FileNotFoundError:
+        raise CheckpointDamagedError(f"{storage.describe(directory)} has no {FILE}: it was not finished") from None
+    except OSError as error:
+        raise storage_error("read", storage, name, error) from error
+
+
+def read_file(storage: ReadableStorage, name: str) -> bytes:
+    """Returns the content of a small file."""
+    file = storage.open(name)
+    with contextlib.closing(file):
+        if (nbytes := file.size()) > _MOST_NBYTES:
+            raise CheckpointDamagedError(
+                f"{storage.describe(name)} has {nbytes:,} bytes, which is more than it can have"
+            )
+        buffer = bytearray(nbytes)
+        return bytes(buffer[: file.read_into(0, memoryview(buffer))])

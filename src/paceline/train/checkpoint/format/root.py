@@ -1,4 +1,4 @@
-"""Root, a directory of checkpoints: begins, publishes and removes checkpoints, and finds the newest complete one.
+"""Root: a directory of checkpoints. It begins, publishes, lists and removes them, and opens the newest complete one.
 
 A checkpoint becomes visible atomically, and only after it is durable (survives a power loss). Each of the following is
 made durable before the next is written: the files of all ranks, the manifest, the directory's name, and the file
@@ -12,11 +12,11 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paceline import __version__
-from paceline.errors import CheckpointError
-from paceline.train.checkpoint.format.checkpoint import Checkpoint, Listing, latest_name, listing_of
+from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.local_storage import open_storage
 from paceline.train.checkpoint.format.manifest import (
     FILE,
@@ -26,10 +26,13 @@ from paceline.train.checkpoint.format.manifest import (
     Draft,
     Manifest,
     RankPart,
+    Summary,
     draft_of,
     is_name,
     manifest_to_bytes,
     merged,
+    read_file,
+    read_summary,
 )
 from paceline.train.checkpoint.format.storage import OutputFile, Storage, check_room, storage_error
 from paceline.train.checkpoint.format.values import Json
@@ -209,6 +212,87 @@ class Root:
             yield
         except OSError as error:
             raise storage_error(what, self.storage, "", error) from error
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A checkpoint in a root as described by its manifest, and the fault that makes it unusable, if any."""
+
+    name: str
+    step: int | None = None
+    sequence: int | None = None
+    token: str | None = None
+    nbytes: int = 0
+    fault: str | None = None
+
+
+def listing_of(storage: Storage) -> list[Listing]:
+    """Returns the checkpoints in a root: first those whose manifest cannot be read, then the others, newest first."""
+    found = [look_at(storage, name) for name in storage.names() if is_name(name)]
+    return sorted(
+        found, key=lambda listing: (listing.sequence is None, listing.sequence or 0, listing.name), reverse=True
+    )
+
+
+def look_at(storage: Storage, name: str) -> Listing:
+    """Returns the listing of one checkpoint. If no fault is listed, all files exist and have the right sizes."""
+    try:
+        summary = read_summary(storage, name)
+        fault = _fault_of_sizes(storage, name, summary)
+    except (CheckpointError, OSError, KeyError) as error:
+        return Listing(name, fault=str(error))
+    nbytes = sum(file.nbytes for file in summary.files_here().values())
+    return Listing(name, summary.step, summary.sequence, summary.token, nbytes, fault)
+
+
+def _fault_of_sizes(storage: Storage, directory: str, summary: Summary) -> str | None:
+    """Returns the fault of the first file that is missing or has the wrong size, or None."""
+    for name, entry in summary.files_here().items():
+        path = f"{directory}/{name}"
+        nbytes = storage.size(path)
+        if nbytes is None:
+            return f"{storage.describe(path)} is missing"
+        if nbytes != entry.nbytes:
+            return f"{storage.describe(path)} has {nbytes:,} bytes instead of {entry.nbytes:,}"
+    return None
+
+
+def unfinished(storage: Storage) -> list[str]:
+    """Returns the directories of saves that failed or are still running."""
+    return sorted(name for name in storage.names() if name.startswith(WRITING))
+
+
+def latest_name(storage: Storage) -> str | None:
+    """Returns the checkpoint name in the file `latest`, or None if there is no such file."""
+    try:
+        return read_file(storage, LATEST).decode("utf-8", "replace").strip() or None
+    except (FileNotFoundError, CheckpointDamagedError):
+        return None
+
+
+def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
+    """Opens the checkpoint at a path or address, or the newest complete checkpoint if `where` is a root.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint. The message contains the faults of all checkpoints.
+    """
+    storage = open_storage(where)
+    if storage.size(FILE) is not None:
+        return Checkpoint(storage, "")
+    damaged: dict[str, str] = {}
+    while True:
+        listings = listing_of(storage)
+        name = next(
+            (listing.name for listing in listings if listing.fault is None and listing.name not in damaged), None
+        )
+        if name is None:
+            break
+        try:
+            return Checkpoint(storage, name)
+        except CheckpointDamagedError as error:  # a concurrent save may also have removed the checkpoint
+            damaged[name] = str(error)
+    faults = "; ".join(f"{listing.name}: {listing.fault or damaged[listing.name]}" for listing in listings)
+    raise CheckpointError(f"{storage.describe()} contains no complete checkpoint" + (f" ({faults})" if faults else ""))
 
 
 def manifest_of(

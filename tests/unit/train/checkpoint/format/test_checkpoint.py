@@ -9,11 +9,10 @@ import pytest
 from checkpoint_states import NAMES, SHAPE, save
 
 from paceline.errors import CheckpointDamagedError
-from paceline.train.checkpoint.format.checkpoint import listing_of, open_checkpoint
 from paceline.train.checkpoint.format.manifest import BLOCK_NBYTES
 from paceline.train.checkpoint.format.part_writer import WriteItem, write_part
 from paceline.train.checkpoint.format.regions import Flat, TensorBlock, whole
-from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.root import Root, open_checkpoint
 
 
 def newest(root: Root) -> str:
@@ -98,20 +97,3 @@ def test_a_flipped_byte_is_named_when_it_is_read(tmp_path):
         damaged = [name for name in NAMES if any(piece.file == file.name for piece in checkpoint.entry(name).pieces)]
         with pytest.raises(CheckpointDamagedError, match=rf"{file} was changed: bytes .* of the tensor {damaged[0]}"):
             checkpoint.read(damaged[0])
-
-
-def test_one_that_a_save_removes_meanwhile_is_not_opened(tmp_path, monkeypatch):
-    root = Root(tmp_path)
-    save(root, 1)
-    listings = []
-
-    def list_and_go_on(place):
-        listings.append(listing_of(place))
-        if len(listings) == 1:
-            save(root, 2)
-            root.retire(1)
-        return listings[-1]
-
-    monkeypatch.setattr("paceline.train.checkpoint.format.checkpoint.listing_of", list_and_go_on)
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.manifest.step == 2

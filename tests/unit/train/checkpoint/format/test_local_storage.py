@@ -15,13 +15,13 @@ import torch
 from sampling import examples
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.captured_state import whole_of
 from paceline.train.checkpoint.format.local_storage import ALIGNMENT, DirectWriter, Disk, LocalStorage
 from paceline.train.checkpoint.format.part_writer import write_part
 from paceline.train.checkpoint.format.root import Root
 from paceline.train.checkpoint.format.safetensors_header import header_of
 from paceline.train.checkpoint.pytree import memory_with
 from paceline.train.checkpoint.save import Staging, outgoing_of
+from paceline.train.checkpoint.shard_layout import whole_of
 
 MIB = 1 << 20
 

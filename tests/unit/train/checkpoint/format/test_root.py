@@ -12,8 +12,7 @@ import pytest
 from checkpoint_states import save, steps_in, write
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
-from paceline.train.checkpoint.format.checkpoint import open_checkpoint
-from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.root import Root, listing_of, open_checkpoint
 
 
 def newest(root: Root) -> str:
@@ -135,3 +134,20 @@ def test_an_empty_place_has_no_checkpoint(tmp_path):
     assert Root(tmp_path / "none").newest_whole() == (None, [])
     with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
         open_checkpoint(tmp_path)
+
+
+def test_one_that_a_save_removes_meanwhile_is_not_opened(tmp_path, monkeypatch):
+    root = Root(tmp_path)
+    save(root, 1)
+    listings = []
+
+    def list_and_go_on(place):
+        listings.append(listing_of(place))
+        if len(listings) == 1:
+            save(root, 2)
+            root.retire(1)
+        return listings[-1]
+
+    monkeypatch.setattr("paceline.train.checkpoint.format.root.listing_of", list_and_go_on)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.manifest.step == 2

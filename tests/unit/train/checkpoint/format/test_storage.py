@@ -8,9 +8,8 @@ import pytest
 from checkpoint_states import save, steps_in
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.format.checkpoint import open_checkpoint
 from paceline.train.checkpoint.format.local_storage import open_storage
-from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.root import Root, open_checkpoint
 from paceline.train.checkpoint.format.storage import FsspecStorage
 
 

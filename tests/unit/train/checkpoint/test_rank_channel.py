@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
-from paceline.train.checkpoint.rank_results import decode_result, encode_result, fault_of, is_success, require_success
+from paceline.train.checkpoint.rank_channel import decode_result, encode_result, fault_of, is_success, require_success
 
 
 def failing(error: Exception) -> bytes:

@@ -85,7 +85,7 @@ def test_a_training_goes_on_in_an_accumulation(
 
 def sizes_of_gradients(root: Path) -> list[int]:
     """Returns the size of the gradients in a checkpoint after a step, during an accumulation, and after clearing."""
-    from paceline.train.checkpoint.format.checkpoint import open_checkpoint
+    from paceline.train.checkpoint.format.root import open_checkpoint
 
     dist.init_process_group()
     found: list[int] = []

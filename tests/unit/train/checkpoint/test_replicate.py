@@ -15,8 +15,8 @@ from checkpoint_copies import ROOT, PipeChannel, copy_as, copying_of, looked, st
 from paceline.errors import CheckpointDamagedError, CheckpointError
 from paceline.train.checkpoint.peer_memory.client import dial
 from paceline.train.checkpoint.peer_memory.protocol import BeginCopy, CachedCheckpoint, Inventory
-from paceline.train.checkpoint.peer_memory.replicate import newest_cached, replicate_checkpoint
 from paceline.train.checkpoint.peer_memory.server import CacheServer
+from paceline.train.checkpoint.replicate import newest_cached, replicate_checkpoint
 
 
 def inventory(vault: str, *entries: CachedCheckpoint) -> Inventory:
@@ -85,7 +85,7 @@ def test_a_copy_with_other_bytes_is_noticed(tmp_path: Path) -> None:
 
 
 def test_examples_in_docstrings_hold() -> None:
-    assert doctest.testmod(import_module("paceline.train.checkpoint.peer_memory.replicate")).failed == 0
+    assert doctest.testmod(import_module("paceline.train.checkpoint.replicate")).failed == 0
 
 
 def test_of_one_sequence_the_later_step_is_newer() -> None:

@@ -26,7 +26,7 @@ from paceline.train.checkpoint.format.root import manifest_of
 from paceline.train.checkpoint.format.values import Json
 from paceline.train.checkpoint.peer_memory.client import CacheClient
 from paceline.train.checkpoint.peer_memory.protocol import BeginCopy, CachedCheckpoint, Inventory
-from paceline.train.checkpoint.rank_results import RankChannel, decode_result, encode_result, require_success
+from paceline.train.checkpoint.rank_channel import RankChannel, decode_result, encode_result, require_success
 from paceline.train.elastic.failpoints import failpoint
 
 _READ_NBYTES = 32 << 20  # maximum number of bytes per request
