@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.store.store import Store
@@ -33,6 +34,9 @@ _WITHOUT_WATCHDOG: Mapping[str, str | None] = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # a late thread must not terminate the process
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # a device error must not terminate the process
+    "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # would turn TORCH_NCCL_ASYNC_ERROR_HANDLING on again
+    "NCCL_DESYNC_DEBUG": None,
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # irrelevant, since each direction has its own group
 }
@@ -41,13 +45,20 @@ _environment = threading.Lock()
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Sets the variables that PyTorch reads when a group is constructed; the program's own groups are not affected."""
+    """Sets what PyTorch reads when a group is constructed; the program's own groups are not affected.
+
+    The debug level counts as well, because TORCH_DISTRIBUTED_DEBUG=DETAIL implies TORCH_NCCL_DESYNC_DEBUG.
+    """
     with _environment:
         before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
+        level = torch_dist.get_debug_level()
         _set_variables(_WITHOUT_WATCHDOG)
+        if level == torch_dist.DebugLevel.DETAIL:
+            torch_dist.set_debug_level(torch_dist.DebugLevel.INFO)
         try:
             yield
         finally:
+            torch_dist.set_debug_level(level)
             _set_variables(before)
 
 
@@ -103,6 +114,10 @@ class TorchStore(c10d.Store):
     def delete_key(self, key: str) -> bool:
         """Deletes a key; returns whether it was set."""
         return self._store.delete_key(self._prefix + key)
+
+    def clone(self) -> TorchStore:
+        """Returns the store itself, which is thread-safe."""
+        return self
 
 
 class OwnedProcessGroup:
@@ -219,23 +234,25 @@ def construct(backend: str, store: TorchStore, rank: int, size: int) -> OwnedPro
     A group that connects during construction, rather than in its first call, waits for the other ranks, possibly for
     too long. Use `run_bounded` to limit the wait.
     """
-    with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
+    with _without_watchdog() if backend.startswith("nccl") else contextlib.nullcontext():
         return OwnedProcessGroup(_constructed(backend, store, rank, size), store)
 
 
 def _constructed(backend: str, store: TorchStore, rank: int, size: int) -> Any:
-    plugin = c10d.Backend._plugins.get(backend.upper())
-    if plugin is not None and plugin.extended_api:
+    kind = getattr(c10d, f"ProcessGroup{backend.upper()}", None)
+    if kind is not None:
+        # Since release 2.15, PyTorch also registers functions for its own backends once a program uses them. The
+        # function for nccl returns another class, which has its own watchdog and is bound to the device LOCAL_RANK.
+        settings = kind.Options()
+        settings._timeout = NEVER
+        return kind(store, rank, size, settings)
+    plugin = c10d.Backend._plugins[backend.upper()]
+    if plugin.extended_api:
         options = c10d._DistributedBackendOptions()
         options.store, options.group_rank, options.group_size = store, rank, size
         options.timeout, options.group_id, options.global_ranks_in_group = NEVER, "", list(range(size))
         return plugin.creator_fn(options, None)
-    if plugin is not None:
-        return plugin.creator_fn(store, rank, size, NEVER)
-    kind = getattr(c10d, f"ProcessGroup{backend.upper()}")
-    settings = kind.Options()
-    settings._timeout = NEVER
-    return kind(store, rank, size, settings)
+    return plugin.creator_fn(store, rank, size, NEVER)
 
 
 def version_of(backend: str) -> str:

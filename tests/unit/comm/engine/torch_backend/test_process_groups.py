@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 import paceline as dist
 from paceline.comm.engine import api
@@ -46,6 +47,52 @@ def test_the_watchdog_is_off_for_our_groups_only(monkeypatch):
         assert "NCCL_BLOCKING_WAIT" not in os.environ
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["NCCL_BLOCKING_WAIT"] == "1"
     assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
+
+
+class RecordedNccl:
+    """Stands for `ProcessGroupNCCL`, with the signature that it has in PyTorch 2.6 to 2.15."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+
+    def __init__(self, store: c10d.Store, rank: int, size: int, options: Options) -> None:
+        self.made_with = (store, rank, size, options._timeout)
+        # as in the constructor of PyTorch's class
+        desync = os.environ.get("TORCH_NCCL_DESYNC_DEBUG", "0") == "1"
+        self.is_watched = desync or int(torch.distributed.get_debug_level()) >= 2
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_a_group_for_nccl_is_of_torchs_class_even_if_torch_has_registered_a_function(monkeypatch):
+    """PyTorch 2.15 registers a function whose groups are bound to the device LOCAL_RANK."""
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", RecordedNccl, raising=False)
+    plugin = c10d.Backend._BackendPlugin(lambda *_: pytest.fail("the registered function was called"), True)
+    monkeypatch.setitem(c10d.Backend._plugins, "NCCL", plugin)
+    store = TorchStore(dist.HashStore())
+    made = process_groups.construct("nccl", store, 1, 2)
+    assert made.group.made_with == (store, 1, 2, process_groups.NEVER)
+
+
+def test_the_watchdog_stays_off_while_torch_is_debugged(monkeypatch):
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", RecordedNccl, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_DESYNC_DEBUG", "1")
+    before = torch.distributed.get_debug_level()
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
+    try:
+        assert not process_groups.construct("nccl", TorchStore(dist.HashStore()), 0, 1).group.is_watched
+        assert torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
+    finally:
+        torch.distributed.set_debug_level(before)
+    assert os.environ["TORCH_NCCL_DESYNC_DEBUG"] == "1"
+
+
+@pytest.mark.skipif(not hasattr(c10d.Store, "clone"), reason="this torch does not clone stores")
+def test_torch_can_clone_the_store_of_a_group():
+    store = TorchStore(dist.HashStore(), "group/")
+    copy = c10d.PrefixStore("p", store).clone()
+    copy.set("key", b"value")
+    assert store.get("p/key") == b"value"
 
 
 def test_a_function_that_never_ends_is_left_behind():
