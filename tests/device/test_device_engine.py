@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -11,10 +12,12 @@ import fake_device
 import nccl_checks
 import pytest
 import torch
+from launching import wait_until
 from one_world import Program, merged, name_of, require, run_in_turn
 from world import Ranks
 
 import paceline as dist
+from paceline.comm.engine.adapters.device_streams import AcceleratorEvent
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -68,6 +71,31 @@ def messages_are_put_on_the_stream_without_the_host():
             work.wait()
     assert counts["synchronizations"] == 0
     assert [tensor[0].item() for tensor in received] == [10.0 * other + tag for tag in range(4)]
+
+
+def threads_that_poll_a_device_have_made_it_current():
+    """On CUDA, each of these threads would otherwise create a context on the first GPU."""
+    second = torch.device("fake", 1)
+    polls: dict[str, bool] = {}
+    done = AcceleratorEvent.done
+
+    def noted(event: AcceleratorEvent) -> bool:
+        name = threading.current_thread().name
+        polls[name] = polls.get(name, True) and torch.fake.current_device() == event._device.index
+        return done(event)
+
+    value = torch.ones(3, device=second)
+    dist.all_reduce(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AcceleratorEvent, "done", noted)
+        gate = threading.Event()
+        torch.fake.launch(lambda: gate.wait(60), torch.fake.current_stream(second))
+        dist.all_reduce(value)
+        wait_until(lambda: {"paceline-call-watch", "paceline-device-times"} <= polls.keys())
+        gate.set()
+        torch.fake.synchronize(second)
+    polls.pop("MainThread", None)
+    assert all(polls.values()), polls
 
 
 def the_end_of_a_group_waits_for_the_device():
@@ -126,6 +154,7 @@ PROGRAMS: tuple[Program, ...] = (
     *(_on_the_device(check) for check in nccl_checks.MOVING if check is not nccl_checks.use_groups),
     calls_keep_the_order_of_streams_and_wait_for_none,
     messages_are_put_on_the_stream_without_the_host,
+    threads_that_poll_a_device_have_made_it_current,
     the_end_of_a_group_waits_for_the_device,
     a_late_rank_is_named_and_the_device_goes_on,
     different_calls_are_found_while_they_run,

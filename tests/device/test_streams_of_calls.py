@@ -27,6 +27,7 @@ from paceline.comm.group.collectives.object_codec import decode, encode
 from paceline.comm.group.init import make_current
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import JoinedWork, Work
+from paceline.interop.torch_backend.work import FinishedWork, RunningWork
 
 DEVICE = "fake:1"
 DEVICES = ("cpu", "fake:0", "fake:1")
@@ -136,6 +137,31 @@ def a_future_of_a_call_that_a_thread_makes_completes_later():
     call.gate.set()
     assert tripled.wait().tolist() == [3.0] * 64
     assert current == [1], "the thread that completes futures is on the device of its calls"
+
+
+def the_stream_of_a_call_is_behind_it_even_if_another_thread_drops_the_work():
+    side = torch.fake.Stream(DEVICE)
+    with torch.fake.stream(side):
+        tensor = torch.ones(4, device=DEVICE)
+        call = Doubling(tensor)
+        works = [Work(call, "double", [tensor])]
+        dropping = threading.Thread(target=works.clear)
+        dropping.start()
+        dropping.join()
+        copied = tensor * 1  # in place of another tensor that would receive the memory
+    assert not side.query()
+    call.gate.set()
+    torch.fake.synchronize(DEVICE)
+    assert copied.tolist() == [2] * 4
+
+
+def a_finished_call_of_the_plugin_has_a_future():
+    tensor = torch.ones(4, device=DEVICE)
+    assert FinishedWork([tensor]).get_future().wait() == [tensor]
+    running = RunningWork(Work(None, "double", [tensor, tensor.cpu()]), [tensor, tensor.cpu()])
+    running.boxed()
+    running.wait()
+    assert running.get_future().wait()[0] is tensor
 
 
 def a_failure_that_is_known_later_is_raised_by_later_waits():
@@ -276,6 +302,8 @@ PROGRAMS: list[Program] = [
     what_was_not_contiguous_is_copied_back_in_the_order_of_every_stream,
     a_future_is_complete_when_its_call_is_on_the_stream,
     a_future_of_a_call_that_a_thread_makes_completes_later,
+    the_stream_of_a_call_is_behind_it_even_if_another_thread_drops_the_work,
+    a_finished_call_of_the_plugin_has_a_future,
     a_failure_that_is_known_later_is_raised_by_later_waits,
     parts_on_two_devices_are_one_work,
     a_barrier_waits_for_the_device_of_its_group,

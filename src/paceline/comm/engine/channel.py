@@ -8,7 +8,7 @@ caller could catch it if the call ran on another thread; `failures.to_error` con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -90,10 +90,13 @@ class DevicePieces(list[int]):
 
     Args:
         tensors: the dense tensors that own the memory, one for each piece.
+        numbers: the address and the number of bytes of each tensor, if the caller has already determined them.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(number for tensor in tensors for number in (tensor.data_ptr(), tensor.nbytes))
+    def __init__(self, tensors: Sequence[torch.Tensor], numbers: Iterable[int] | None = None) -> None:
+        if numbers is None:
+            numbers = (number for tensor in tensors for number in (tensor.data_ptr(), tensor.nbytes))
+        super().__init__(numbers)
         self.tensors = tuple(tensors)
 
 

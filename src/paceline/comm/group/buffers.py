@@ -151,7 +151,7 @@ class Buffers:
             dense = tensor.detach() if self._usable(tensor) else self._copy(tensor)
             self.kept.append(dense)
             flat += (address_of(dense), dense.nbytes)
-        return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:])
+        return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:], flat)
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Returns the address and the number of bytes of each tensor that the call writes or updates."""
@@ -165,7 +165,7 @@ class Buffers:
                 self._copy_back.append((tensor.detach(), dense))
             self.kept.append(dense)
             flat += (address_of(dense), dense.nbytes)
-        return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:])
+        return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:], flat)
 
     @property
     def finish(self) -> Callable[[], None] | None:

@@ -304,7 +304,7 @@ class ProcessGroup:
             self.run_on_cpu(call, kept)
             return None
         if kept and not kept[0].is_cpu:
-            call = call._replace(outputs=[DevicePieces(kept)])
+            call = call._replace(outputs=[DevicePieces(kept, pieces)])
         buffers = Buffers()
         buffers.kept += kept
         buffers.written += kept

@@ -81,9 +81,11 @@ class Work:
             self._finished = [record_current(device) for device in self._streams]
 
     def __del__(self) -> None:
-        # The core may still write to the tensors that this object keeps alive.
+        # The core may still write to the tensors that this object keeps alive. On a device, the tensors' memory may be
+        # reused by later work on the streams of the program, and any thread may release this object.
         if not getattr(self, "_settled", True) and self._work is not None and not self._work.done():
-            self._work.wait(FOR_EVER_NS)
+            with on_streams(self._streams):
+                self._work.wait(FOR_EVER_NS)
 
     def wait(self, timeout: Timeout | None = None) -> bool:
         """Waits until the call is complete and its tensors are ready. Returns True.

@@ -138,7 +138,8 @@ class FinishedWork(TorchWork):
 
 
 def _completed(results: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    devices: list[int | str | torch.device] = [*{tensor.device: None for tensor in results if not tensor.is_cpu}]
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices or None)
     future.set_result(results)
     return future
 

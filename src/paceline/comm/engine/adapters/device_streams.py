@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -36,18 +37,25 @@ class AcceleratorEvent:
         """Returns True if the stream has passed the position; does not disturb a graph capture on any thread."""
         if self._event is None:
             return True
+        if self._device.type != "cuda":  # only CUDA's captures can be disturbed
+            return bool(self._event.query())
         with _beside_captures(self._device):
             return bool(self._event.query())
 
-    def order(self) -> None:
-        """Makes the calling thread's current stream, but not the thread, wait for the position."""
+    def order(self, stream: Any = None) -> None:
+        """Makes the calling thread's current stream, but not the thread, wait for the position.
+
+        Args:
+            stream: the result of `current_stream` for the event's device, if the caller has already obtained it.
+        """
         if self._event is not None:
-            current_stream(self._device).wait_event(self._event)
+            (current_stream(self._device) if stream is None else stream).wait_event(self._event)
 
     def wait(self) -> None:
         """Makes the calling thread wait until the stream has passed the position."""
         if self._event is not None:
-            self._event.synchronize()
+            with activated(self._device):  # in a new thread, CUDA might otherwise create a context on the first GPU
+                self._event.synchronize()
 
     def elapsed_s(self, later: AcceleratorEvent) -> float:
         """Returns the device time in seconds between two complete events, both recorded with `timing`; 0 on the CPU."""
@@ -259,9 +267,27 @@ def is_capturing(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
+def polled(device: torch.device) -> Iterator[None]:
+    """Makes `device` current for a thread that only polls events; such a thread never disturbs a graph capture.
+
+    Unless a thread sets its device, CUDA creates a context on the first GPU when the thread queries an event.
+    """
+    with activated(device):
+        exchange = _exchange_capture_mode() if device.type == "cuda" else None
+        if exchange is not None and not getattr(_thread, "is_beside_captures", False):
+            exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+            _thread.is_beside_captures = True
+        yield
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
 def _beside_captures(device: torch.device) -> Iterator[None]:
     """Allows the calling thread to query events during a graph capture without invalidating the capture."""
-    exchange = _exchange_capture_mode() if device.type == "cuda" else None
+    is_beside = device.type != "cuda" or getattr(_thread, "is_beside_captures", False)
+    exchange = None if is_beside else _exchange_capture_mode()
     if exchange is None:
         yield
         return

@@ -25,7 +25,7 @@ from paceline import _core
 from paceline.comm.engine.adapters.device_streams import (
     AcceleratorEvent,
     AcceleratorStream,
-    activated,
+    polled,
 )
 from paceline.comm.engine.channel import ITEM_SIZES, NO_REDUCTION, CollectiveCall, Pieces
 from paceline.comm.engine.failures import OutcomeCode, RankIdentity
@@ -99,23 +99,24 @@ class DeviceWatch:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="paceline-device-times", daemon=True)
                 self._thread.start()
-        self._added.set()
+        if not self._added.is_set():  # cheaper than `set`
+            self._added.set()
 
     def _run(self) -> None:
         while True:
             self._added.wait()
             time.sleep(_POLLING_S)
-            self._added.clear()
+            self._added.clear()  # before the entries are taken, so that none is missed
             with self._lock:
                 polls, self._polls = self._polls, {}  # `add` may insert new entries in the meantime
-            for poll, device in polls.items():
-                with activated(device):
-                    is_over = _is_over(poll)
-                if not is_over:
-                    with self._lock:
-                        self._polls[poll] = device
-            if self._polls:
-                self._added.set()
+            left: dict[Callable[[], bool], torch.device] = {}
+            for device in dict.fromkeys(polls.values()):
+                with polled(device):
+                    left |= {poll: device for poll, its in polls.items() if its == device and not _is_over(poll)}
+            with self._lock:
+                self._polls |= left
+                if self._polls:
+                    self._added.set()
 
 
 def _is_over(poll: Callable[[], bool]) -> bool:
@@ -227,10 +228,10 @@ class RecordedWork:
         with self._lock:
             if self._is_ended or self._reached is None:
                 return False
-            if self._reached.done():
-                self._start_on_device()
             if self._ended is not None and self._ended.done():
                 self._end(OutcomeCode.OK)
+            elif not self._is_started and self._reached.done():
+                self._start_on_device()
             return not self._is_ended
 
     def end_from(self, source: int, outcome: int) -> None:

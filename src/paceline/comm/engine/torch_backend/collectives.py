@@ -51,7 +51,7 @@ class DeviceBuffer:
         self._is_copy = False
         if len(pieces) == 1 and isinstance(pieces[0], DevicePieces) and len(pieces[0].tensors) == 1:
             tensor = pieces[0].tensors[0]
-            self._flat = tensor.as_strided((tensor.numel(),), (1,))
+            self._flat = tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
             return
         spans = adjacent_spans(pieces)
         self._pieces = [memory_at(address, nbytes, device) for address, nbytes in spans]
@@ -74,7 +74,7 @@ class DeviceBuffer:
 
     def tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Returns the flat tensor, viewed as `dtype`."""
-        return self._flat.view(dtype)
+        return self._flat if self._flat.dtype is dtype else self._flat.view(dtype)
 
     def _parts(self) -> list[torch.Tensor]:
         return list(self._flat.split([piece.numel() for piece in self._pieces]))
@@ -152,8 +152,7 @@ class CallSettings:
         return FlatBuffer(pieces) if self.device.type == "cpu" else DeviceBuffer(pieces, self.device)
 
 
-@dataclass(frozen=True)
-class StartedCall:
+class StartedCall(NamedTuple):
     """A call that a process group has started.
 
     Attributes:

@@ -14,6 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from paceline.comm.engine.adapters.device_streams import (
     current_stream,
     is_capturing,
     poll_until,
+    polled,
     record_current,
 )
 from paceline.comm.engine.adapters.group_recorder import RecordedOperation
@@ -65,6 +67,7 @@ class CallInFlight:
         started, deadline: the time at which the program made the call, and the time by which it must complete.
         recorded: the call in the recording.
         event: the position after the call on the stream; None until the call is on the stream.
+        program_stream: the stream that was current when the call was enqueued; None on the CPU.
         is_captured: whether the call was captured into a graph; its completion then cannot be observed.
         failure: the reason why the call failed; None while the call runs and after it succeeded.
     """
@@ -74,6 +77,7 @@ class CallInFlight:
     deadline: float
     recorded: RecordedOperation
     event: AcceleratorEvent | None = None
+    program_stream: Any = None
     is_captured: bool = False
     failure: CallFailure | None = None
 
@@ -230,6 +234,7 @@ class CallStream:
             for result in call.written:
                 result.copy_out()
             flight.event = self.stream.record(timing=is_timed)
+        flight.program_stream = current
         if is_timed:
             flight.recorded.follow(device, reached, flight.event)
 
@@ -280,7 +285,14 @@ class CallStream:
         return CallFailure(OutcomeCode.REFUSED, said=f"{_first_line(error)}. {self._settings.advice}")
 
     def look(self) -> bool:
-        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call this again."""
+        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call this again.
+
+        Only a thread that does nothing else may call this; see `device_streams.polled`.
+        """
+        with polled(self.stream.device):
+            return self._look()
+
+    def _look(self) -> bool:
         if self.failure is not None:
             return False
         try:
@@ -506,7 +518,8 @@ class CallWatch:
 
     def wake(self) -> None:
         """Wakes the thread for a new call."""
-        self._called.set()
+        if not self._called.is_set():  # cheaper than `set`
+            self._called.set()
 
     def close(self) -> None:
         """Stops the thread; idempotent."""
@@ -561,6 +574,11 @@ class DeviceWork:
         """Makes the current stream wait for the call."""
         if self._flight.event is not None:
             self._flight.event.order()
+
+    def order_program(self) -> None:
+        """Makes the stream that was current when the call was enqueued wait for the call."""
+        if self._flight.event is not None:
+            self._flight.event.order(self._flight.program_stream)
 
     def finish(self, timeout_ns: int) -> bool:
         """Makes the thread wait for the call; returns False on timeout."""

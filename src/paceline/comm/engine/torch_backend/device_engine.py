@@ -93,6 +93,7 @@ class DeviceChannel(EngineChannel):
         self._library = library
         self._has_float8 = has_float8
         self._recorder = recorder
+        self._settings: dict[tuple[int, int] | None, CallSettings] = {}  # by dtype and reduction, if the call reduces
 
     def run(self, call: CollectiveCall) -> CallFailure | None:
         """Runs a call. The current stream waits for the call; for a barrier, the thread also waits."""
@@ -100,7 +101,7 @@ class DeviceChannel(EngineChannel):
         if call.operation == Operation.BARRIER:
             while not work.finish(call.timeout_ns):
                 pass  # the watch enforces the timeout of a barrier
-        work.order()
+        work.order_program()
         return work.outcome()
 
     def submit(self, call: CollectiveCall) -> DeviceWork:
@@ -111,7 +112,7 @@ class DeviceChannel(EngineChannel):
             RuntimeError: the call is the group's first one, and a graph capture is in progress.
         """
         device = self._calls.stream.device
-        settings = CallSettings(self._rank, device, reduction=self._reduction(call))
+        settings = self._settings_of(call)
         header = (0, call.operation, call.dtype, call.reduce_op, call.root, call.count)
 
         def start(group: TorchGroup) -> StartedCall:
@@ -140,9 +141,15 @@ class DeviceChannel(EngineChannel):
         """Rejects further calls; the group closes the call stream. Idempotent."""
         self._calls.leave()
 
-    def _reduction(self, call: CollectiveCall) -> TorchReduction | None:
-        if call.operation not in _REDUCING:
-            return None
+    def _settings_of(self, call: CollectiveCall) -> CallSettings:
+        key = (call.dtype, call.reduce_op) if call.operation in _REDUCING else None
+        settings = self._settings.get(key)
+        if settings is None:
+            reduction = None if key is None else self._reduction(call)
+            settings = self._settings[key] = CallSettings(self._rank, self._calls.stream.device, reduction=reduction)
+        return settings
+
+    def _reduction(self, call: CollectiveCall) -> TorchReduction:
         # An average over one rank equals a sum, which NCCL also supports for 8-bit floats.
         is_sum = call.reduce_op == ReduceOp.AVG and self._calls.size == 1
         reduction = find_reduction(call.dtype, ReduceOp.SUM if is_sum else call.reduce_op, self._has_float8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,22 @@ def test_another_device_is_current_only_within(module):
         assert is_capturing(torch.device("cuda", 3))
     assert module.device_index == 1 and not is_capturing(torch.device("cuda", 1))
     assert is_capturing(torch.device("cuda", 3)) and module.device_index == 1
+
+
+def test_a_thread_that_only_polls_leaves_captures_alone(module, monkeypatch):
+    modes: list[int] = []
+    monkeypatch.setattr(device_streams, "_exchange_capture_mode", lambda: lambda mode: modes.append(mode._obj.value))
+    event = AcceleratorStream(torch.device("cuda", 3)).record()
+    assert not event.done() and modes == [2, 2], "the mode, and the one before"
+
+    def poll() -> None:
+        for _ in range(2):
+            with device_streams.polled(torch.device("cuda", 3)):
+                assert module.device_index == 3 and not event.done() and not event.done()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(poll).result()
+    assert modes == [2, 2, 2] and module.device_index == 1
 
 
 def test_on_the_cpu_everything_is_done_at_once():

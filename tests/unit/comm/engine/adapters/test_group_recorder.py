@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import torch
 
-from paceline.comm.engine.adapters import group_recorder
 from paceline.comm.engine.adapters.group_recorder import DeviceWatch
 
 
-def test_what_is_added_during_its_last_poll_is_polled_again(monkeypatch):
-    monkeypatch.setattr(group_recorder, "activated", lambda device: contextlib.nullcontext())
+def test_what_is_added_during_its_last_poll_is_polled_again():
     watch, device, again = DeviceWatch(), torch.device("cpu"), threading.Event()
     polls = 0
 

@@ -64,7 +64,7 @@ class RecordedNccl:
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
-def test_a_group_for_nccl_is_of_torchs_class_even_if_torch_has_registered_a_function(monkeypatch):
+def test_a_group_for_nccl_is_of_torchs_own_class(monkeypatch):
     """PyTorch 2.15 registers a function whose groups are bound to the device LOCAL_RANK."""
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", RecordedNccl, raising=False)
     plugin = c10d.Backend._BackendPlugin(lambda *_: pytest.fail("the registered function was called"), True)
