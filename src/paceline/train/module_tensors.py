@@ -1,8 +1,8 @@
-"""TrackedTensors: the module tensors that wrappers average and copy; functions that broadcast and hash tensors."""
+"""TrackedTensors: the module tensors that wrappers average and copy. Functions broadcast, hash and inspect tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -164,3 +164,25 @@ def ignore_tensors(module: nn.Module, names: Iterable[str]) -> None:
             "module.named_parameters() and module.named_buffers()"
         )
     setattr(module, _IGNORED, names)
+
+
+_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def references_of(tensor: torch.Tensor) -> int | None:
+    """Returns the reference count of a tensor's storage, or None if torch does not provide it."""
+    return None if _storage_use_count is None else _storage_use_count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = references_of(torch.empty(1, device="cpu")) or 0
+
+
+def shares_memory(gradient: torch.Tensor) -> bool:
+    """Returns True if other tensors use the same storage, or if torch does not provide the reference count.
+
+    Autograd may still pass the storage of a parameter's gradient to other layers: in `x + p.unsqueeze(0)`, with one
+    sample, the gradients of `x` and `p` are views of one tensor. If the storage were reduced in place, those layers
+    would receive the average.
+    """
+    count = references_of(gradient)
+    return count is None or count > _ALONE

@@ -1,6 +1,5 @@
 """Protection of connections: the job's secret, the authentication handshake, TLS, and limits for unauthenticated peers.
 
 May use: `errors`, `linux`, and `paceline._core`, which encrypts. Start reading at `secret.py`, then `handshake.py`.
-`authenticated_listener.py` accepts connections; the level in `secret.py` determines which connections `encryption.py`
-encrypts.
+`authenticated_listener.py` accepts connections. The level in `secret.py` determines which connections are encrypted.
 """

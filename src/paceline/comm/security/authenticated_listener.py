@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from paceline.comm.security.encryption import Connection, encrypt_as_server
-from paceline.comm.security.handshake import TIMEOUT_S, PeerGoneError, PeerHello, verify
+from paceline.comm.security.encryption import Connection
+from paceline.comm.security.handshake import TIMEOUT_S, PeerGoneError, PeerHello, encrypt_as_server, verify
 from paceline.comm.security.untrusted_peers import PendingConnections, RejectedConnections, origin_of_connection
 from paceline.errors import AuthenticationError
 from paceline.linux import is_out_of_descriptors

@@ -1,26 +1,20 @@
-"""TLS 1.3 for connections between machines, implemented in the core, with a certificate derived from the job's secret.
+"""EncryptedSocket: a TLS 1.3 connection between machines, with a certificate derived from the job's secret.
 
-The connecting side begins with or without TLS. The accepting side inspects the first byte to distinguish the two cases,
-and rejects an unencrypted connection that must be encrypted. The authentication handshake follows, as on every
-connection.
+The core implements TLS. `handshake.py` decides which connections are encrypted.
 """
 
 from __future__ import annotations
 
 import socket
-import time
 from functools import lru_cache
 from types import TracebackType
 
 from paceline import _core
-from paceline.comm.security.handshake import interrupted_handshake, missing_header, name_of, refuse_plain
-from paceline.comm.security.secret import chosen_level, derive_key, must_encrypt
-from paceline.errors import AuthenticationError
+from paceline.comm.security.secret import derive_key
 
 CLIENT_HELLO = b"\x16"  # the type of the first TLS record; Paceline's own handshake begins with a letter
 # A fatal alert, no_application_protocol (RFC 7301), from a port multiplexer that has received no header.
 TLS_WITHOUT_HEADER = b"\x15\x03\x03\x00\x02\x02\x78"
-_REASON_WITHOUT_HEADER = "no application protocol"
 _FOREVER_S = 1e9
 
 
@@ -128,61 +122,6 @@ def is_between_machines(connection: Connection) -> bool:
     return connection.family != socket.AF_UNIX
 
 
-def encrypt_as_client(connection: socket.socket, secret: bytes | None, timeout_s: float) -> Connection:
-    """Encrypts a new connection on the connecting side if its addresses and the level require it.
-
-    Raises:
-        AuthenticationError: the peer has another job's certificate, does not use TLS, or serves several listeners at
-            one port and received no header.
-        HandshakeUnfinishedError: the peer did not answer in time, or closed the connection.
-        ValueError: no suitable OpenSSL is installed.
-    """
-    if not is_between_machines(connection) or not _is_due(connection):
-        return connection
-    encrypted = EncryptedSocket(connection, secret, accepts=False)
-    try:
-        why = encrypted.handshake(timeout_s)
-    except OSError as error:
-        raise interrupted_handshake(connection, error) from error
-    if _REASON_WITHOUT_HEADER in why:
-        raise missing_header(connection)
-    if why:
-        raise AuthenticationError(
-            f"the process at {name_of(connection)} does not hold this job's secret ({why}); all ranks need the same "
-            "PACELINE_SECRET, and the address must be this job's"
-        )
-    return encrypted
-
-
-def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s: float) -> Connection:
-    """Encrypts a new connection on the accepting side if the peer begins with TLS.
-
-    Raises:
-        AuthenticationError: the connection is unencrypted although it must be encrypted, or the peer has another
-            certificate.
-        HandshakeUnfinishedError: the handshake did not begin or did not complete in time.
-    """
-    if not is_between_machines(connection):
-        return connection
-    deadline = time.monotonic() + timeout_s
-    try:
-        connection.settimeout(timeout_s)
-        first = connection.recv(1, socket.MSG_PEEK)
-        if first != CLIENT_HELLO:
-            if first and _is_due(connection):
-                refuse_plain(connection, timeout_s)
-            return connection
-        encrypted = EncryptedSocket(connection, secret, accepts=True)
-        why = encrypted.handshake(max(0.0, deadline - time.monotonic()))
-    except OSError as error:
-        raise interrupted_handshake(connection, error) from error
-    except ValueError as error:  # no suitable OpenSSL is installed
-        raise AuthenticationError(f"{name_of(connection)} requests encryption: {error}") from error
-    if why:
-        raise AuthenticationError(f"{name_of(connection)} does not hold this job's certificate ({why})")
-    return encrypted
-
-
 def plain(connection: Connection) -> socket.socket:
     """Returns the plain socket of a connection within a machine."""
     assert isinstance(connection, socket.socket)
@@ -204,7 +143,3 @@ def receive_now(connection: Connection, nbytes: int) -> bytes:
 def release_to_core(connection: Connection) -> int | _core.TlsConnection:
     """Releases a connection to the core, which then closes it."""
     return connection.release() if isinstance(connection, EncryptedSocket) else connection.detach()
-
-
-def _is_due(connection: socket.socket) -> bool:
-    return must_encrypt(connection.getsockname()[0], connection.getpeername()[0], chosen_level())

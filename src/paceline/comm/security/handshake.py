@@ -1,11 +1,14 @@
-"""Handshake in which both ends of a new connection prove that they have the job's secret.
+"""Handshakes on a new connection: TLS if it must be encrypted, then a proof from both ends that they have the secret.
+
+The connecting side begins with or without TLS. The accepting side inspects the first byte to distinguish the two cases,
+and rejects an unencrypted connection that must be encrypted. The proofs follow, as on every connection:
 
     connecting -> accepting   hello: magic, channel, rank, lane, generation, nonce
     accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | hello | nonce)
     connecting -> accepting   HMAC-SHA256(key, "C" | all so far), or zeros if the other proof was wrong
 
 The letters prevent reflection, the nonces prevent replay, and the channel's name prevents the connection of one service
-from being spliced into another. A handshake takes 140 bytes. Data from a peer is not used before the peer's proof has
+from being spliced into another. The proofs take 140 bytes. Data from a peer is not used before the peer's proof has
 been checked.
 """
 
@@ -18,13 +21,13 @@ import socket
 import struct
 import time
 
+from paceline.comm.security.encryption import CLIENT_HELLO, Connection, EncryptedSocket, is_between_machines
+from paceline.comm.security.secret import chosen_level, must_encrypt
 from paceline.errors import AuthenticationError
 
 TYPE_CHECKING = False  # every worker imports this module, and importing typing takes time
 if TYPE_CHECKING:
     from typing import NoReturn
-
-    from paceline.comm.security.encryption import Connection
 
 TIMEOUT_S = 5.0
 
@@ -35,6 +38,7 @@ _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _ENCRYPTED_ONLY = b"this job takes encrypted connections only".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
 WITHOUT_HEADER = b"one port for many: say which number you want".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
+_REASON_WITHOUT_HEADER = "no application protocol"
 _REFUSAL = bytes(_PROOF_BYTES)  # equals a valid proof with a probability of only 1 in 2**256
 
 
@@ -63,6 +67,65 @@ class PeerHello:
         self.lane = lane
 
 
+def encrypt_as_client(connection: socket.socket, secret: bytes | None, timeout_s: float) -> Connection:
+    """Encrypts a new connection on the connecting side if its addresses and the level require it.
+
+    Raises:
+        AuthenticationError: the peer has another job's certificate, does not use TLS, or serves several listeners at
+            one port and received no header.
+        HandshakeUnfinishedError: the peer did not answer in time, or closed the connection.
+        ValueError: no suitable OpenSSL is installed.
+    """
+    if not is_between_machines(connection) or not _is_due(connection):
+        return connection
+    encrypted = EncryptedSocket(connection, secret, accepts=False)
+    try:
+        why = encrypted.handshake(timeout_s)
+    except OSError as error:
+        raise _interrupted_handshake(connection, error) from error
+    if _REASON_WITHOUT_HEADER in why:
+        raise _missing_header(connection)
+    if why:
+        raise AuthenticationError(
+            f"the process at {_name_of(connection)} does not hold this job's secret ({why}); all ranks need the same "
+            "PACELINE_SECRET, and the address must be this job's"
+        )
+    return encrypted
+
+
+def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s: float) -> Connection:
+    """Encrypts a new connection on the accepting side if the peer begins with TLS.
+
+    Raises:
+        AuthenticationError: the connection is unencrypted although it must be encrypted, or the peer has another
+            certificate.
+        HandshakeUnfinishedError: the handshake did not begin or did not complete in time.
+    """
+    if not is_between_machines(connection):
+        return connection
+    deadline = time.monotonic() + timeout_s
+    try:
+        connection.settimeout(timeout_s)
+        first = connection.recv(1, socket.MSG_PEEK)
+        if first != CLIENT_HELLO:
+            if first and _is_due(connection):
+                _refuse_plain(connection, timeout_s)
+            return connection
+        encrypted = EncryptedSocket(connection, secret, accepts=True)
+        why = encrypted.handshake(max(0.0, deadline - time.monotonic()))
+    except OSError as error:
+        raise _interrupted_handshake(connection, error) from error
+    except ValueError as error:  # no suitable OpenSSL is installed
+        raise AuthenticationError(f"{_name_of(connection)} requests encryption: {error}") from error
+    if why:
+        raise AuthenticationError(f"{_name_of(connection)} does not hold this job's certificate ({why})")
+    return encrypted
+
+
+def _is_due(connection: socket.socket) -> bool:
+    return must_encrypt(connection.getsockname()[0], connection.getpeername()[0], chosen_level())
+
+
 def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float = TIMEOUT_S) -> None:
     """Runs the connecting side of the handshake: sends a proof of the secret and checks the peer's proof.
 
@@ -78,24 +141,24 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
     nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if answer == _ENCRYPTED_ONLY:
         raise AuthenticationError(
-            f"the process at {name_of(connection)} accepts only encrypted connections, but this one is not encrypted: "
+            f"the process at {_name_of(connection)} accepts only encrypted connections, but this one is not encrypted: "
             "start every launcher with --security encrypt, or every rank with PACELINE_SECURITY=encrypt"
         )
     if answer == WITHOUT_HEADER:
-        raise missing_header(connection)
+        raise _missing_header(connection)
     if not hmac.compare_digest(proof, _digest(key, b"S", first, nonce)):
         _refuse(connection, deadline)
         raise AuthenticationError(
-            f"the process at {name_of(connection)} does not hold this job's secret (channel {hello.channel!r}); "
+            f"the process at {_name_of(connection)} does not hold this job's secret (channel {hello.channel!r}); "
             "all ranks need the same PACELINE_SECRET, and the address must be this job's"
         )
     _send(connection, _digest(key, b"C", first, answer), deadline)
 
 
-def missing_header(connection: Connection) -> AuthenticationError:
+def _missing_header(connection: Connection) -> AuthenticationError:
     """Returns the error for a peer that serves all listeners of its machine at one port and received no header."""
     return AuthenticationError(
-        f"at {name_of(connection)} one port serves all listeners of that machine, but this connection did not specify "
+        f"at {_name_of(connection)} one port serves all listeners of that machine, but this connection did not specify "
         "a listener: start every launcher with the same --port, or every rank with the same PACELINE_PORT"
     )
 
@@ -115,18 +178,18 @@ def verify(
     first = _receive(connection, _HELLO.size, deadline, expected)
     _, _, rank, lane, peer_generation, _ = _HELLO.unpack(first)
     if not first.startswith(expected):
-        raise AuthenticationError(f"{name_of(connection)} uses a protocol other than Paceline's {channel!r}")
+        raise AuthenticationError(f"{_name_of(connection)} uses a protocol other than Paceline's {channel!r}")
     nonce = os.urandom(_NONCE_BYTES)
     answer = nonce + _digest(key, b"S", first, nonce)
     _send(connection, answer, deadline)
     proof = _receive(connection, _PROOF_BYTES, deadline)
     if proof == _REFUSAL:
-        raise AuthenticationError(f"{name_of(connection)} does not accept this process's proof of the job's secret")
+        raise AuthenticationError(f"{_name_of(connection)} does not accept this process's proof of the job's secret")
     if not hmac.compare_digest(proof, _digest(key, b"C", first, answer)):
-        raise AuthenticationError(f"{name_of(connection)} does not hold this job's secret")
+        raise AuthenticationError(f"{_name_of(connection)} does not hold this job's secret")
     if peer_generation != generation:
         raise AuthenticationError(
-            f"{name_of(connection)} (rank {rank}) is of generation {peer_generation}; this is generation {generation}"
+            f"{_name_of(connection)} (rank {rank}) is of generation {peer_generation}; this is generation {generation}"
         )
     return PeerHello(channel, rank, generation, lane)
 
@@ -136,7 +199,7 @@ def is_hello(beginning: bytes) -> bool:
     return beginning[: len(_MAGIC)] == _MAGIC[: len(beginning)]
 
 
-def refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> NoReturn:
+def _refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> NoReturn:
     """Rejects an unencrypted connection that must be encrypted, and informs the peer if it is a Paceline process.
 
     Raises:
@@ -148,7 +211,7 @@ def refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> NoR
     if first.startswith(_MAGIC):
         _send(connection, _ENCRYPTED_ONLY, deadline)
     raise AuthenticationError(
-        f"{name_of(connection)} connected without encryption, which this job requires between machines; expected TLS. "
+        f"{_name_of(connection)} connected without encryption, which this job requires between machines; expected TLS. "
         "Start it with --security encrypt or PACELINE_SECURITY=encrypt"
     )
 
@@ -157,7 +220,7 @@ def _digest(key: bytes, side: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, side + b"".join(parts), "sha256")
 
 
-def name_of(connection: Connection) -> str:
+def _name_of(connection: Connection) -> str:
     """Returns a name for the peer in error messages: the address and port, or the Unix socket."""
     try:
         peer = connection.getpeername()
@@ -169,7 +232,7 @@ def name_of(connection: Connection) -> str:
 def _left(connection: Connection, deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise HandshakeUnfinishedError(f"{name_of(connection)} did not finish the handshake in time")
+        raise HandshakeUnfinishedError(f"{_name_of(connection)} did not finish the handshake in time")
     return left
 
 
@@ -184,7 +247,7 @@ def _send(connection: Connection, data: bytes, deadline: float) -> None:
         connection.settimeout(_left(connection, deadline))
         connection.sendall(data)
     except OSError as error:
-        raise interrupted_handshake(connection, error) from error
+        raise _interrupted_handshake(connection, error) from error
 
 
 def _receive(connection: Connection, nbytes: int, deadline: float, expected: bytes = b"") -> bytes:
@@ -196,14 +259,14 @@ def _receive(connection: Connection, nbytes: int, deadline: float, expected: byt
             more = connection.recv(nbytes - len(data))
         except ConnectionError as error:
             _require_prefix(connection, data, expected)
-            raise interrupted_handshake(connection, error) from error
+            raise _interrupted_handshake(connection, error) from error
         except OSError as error:
-            raise interrupted_handshake(connection, error) from error
+            raise _interrupted_handshake(connection, error) from error
         if not more:
             _require_prefix(connection, data, expected)
             raise PeerGoneError(
-                f"{name_of(connection)} closed the connection during the handshake: its process has ended, or is not a "
-                "Paceline process"
+                f"{_name_of(connection)} closed the connection during the handshake: its process has ended, or is not "
+                "a Paceline process"
             )
         data += more
     return data
@@ -212,11 +275,11 @@ def _receive(connection: Connection, nbytes: int, deadline: float, expected: byt
 def _require_prefix(connection: Connection, data: bytes, expected: bytes) -> None:
     if expected and data[: len(expected)] != expected[: len(data)]:
         raise AuthenticationError(
-            f"{name_of(connection)} uses a protocol other than Paceline's, and closed the connection"
+            f"{_name_of(connection)} uses a protocol other than Paceline's, and closed the connection"
         )
 
 
-def interrupted_handshake(connection: Connection, error: OSError) -> HandshakeUnfinishedError:
+def _interrupted_handshake(connection: Connection, error: OSError) -> HandshakeUnfinishedError:
     """Returns the error for a handshake that was interrupted by a failed connection."""
     kind = PeerGoneError if isinstance(error, ConnectionError) else HandshakeUnfinishedError
-    return kind(f"{name_of(connection)} aborted the handshake ({error})")
+    return kind(f"{_name_of(connection)} aborted the handshake ({error})")

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from paceline import _core
-from paceline.comm.security.encryption import Connection, encrypt_as_client, release_to_core
-from paceline.comm.security.handshake import TIMEOUT_S, HandshakeUnfinishedError, PeerHello, prove
+from paceline.comm.security.encryption import Connection, release_to_core
+from paceline.comm.security.handshake import TIMEOUT_S, HandshakeUnfinishedError, PeerHello, encrypt_as_client, prove
 from paceline.comm.security.secret import derive_key
 from paceline.comm.store.store import DEFAULT_TIMEOUT, Store, StoreAnswer, StoreOp, StoreStatus
 from paceline.durations import Timeout, socket_timeout_s, to_seconds

@@ -13,7 +13,7 @@ averaged separately.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import add, attrgetter, gt
@@ -25,9 +25,8 @@ from paceline.comm.engine.channel import DTYPE_CODES, ReduceOp
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.variable_size import GatheredRows
 from paceline.train.ddp.bucket_assignment import bucket_params
-from paceline.train.module_tensors import TrackedTensors
+from paceline.train.module_tensors import TrackedTensors, references_of, shares_memory
 
-_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _data_ptr = torch.Tensor.data_ptr
 _stride = torch.Tensor.stride
 
@@ -96,9 +95,9 @@ class FlatGradients:
     def _count_references(self) -> list[int]:
         """Returns the reference counts of the storage and of the parts; changes reveal references by other objects."""
         assert self._whole is not None
-        if _storage_use_count is None:
+        in_use = references_of(self._whole)
+        if in_use is None:
             return [*self._references, 0]  # never equal to the stored counts, so the memory is never reused
-        in_use = _storage_use_count(self._whole.untyped_storage()._cdata)
         return [in_use, *map(sys.getrefcount, self._parts)]
 
 
@@ -484,21 +483,3 @@ def _coalesced(param: nn.Parameter) -> torch.Tensor:
     assert param.grad is not None
     gradient = param.grad.detach()
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-
-
-def _references(tensor: torch.Tensor) -> int:
-    assert _storage_use_count is not None
-    return _storage_use_count(tensor.untyped_storage()._cdata)
-
-
-_ALONE = _references(torch.empty(1, device="cpu")) if _storage_use_count is not None else 0
-
-
-def shares_memory(gradient: torch.Tensor) -> bool:
-    """Returns True if other tensors use the same storage, or if torch does not provide the reference count.
-
-    Autograd may still pass the storage of a parameter's gradient to other layers: in `x + p.unsqueeze(0)`, with one
-    sample, the gradients of `x` and `p` are views of one tensor. If the storage were reduced in place, those layers
-    would receive the average.
-    """
-    return _storage_use_count is None or _references(gradient) > _ALONE

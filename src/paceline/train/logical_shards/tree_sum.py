@@ -18,7 +18,7 @@ import torch
 
 from paceline.comm.group.collectives.object_collectives import broadcast_object_list
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.train.ddp.gradient_buckets import shares_memory
+from paceline.train.module_tensors import shares_memory
 
 Value = TypeVar("Value")
 

@@ -25,8 +25,8 @@ from paceline.train.autograd_graph import BackwardEnd
 from paceline.train.checks.check_settings import choose_checks
 from paceline.train.checks.finite_check import GradientCheck
 from paceline.train.checks.replica_check import ReplicaCheck
-from paceline.train.ddp.gradient_buckets import shares_memory
 from paceline.train.join import Join, Joinable
+from paceline.train.module_tensors import shares_memory
 from paceline.train.training_events import RecordedBuckets
 from paceline.train.zero.shards import Shard
 

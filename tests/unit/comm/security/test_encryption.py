@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.comm.security import encryption
+from paceline.comm.security import encryption, handshake
 from paceline.comm.security.authenticated_listener import AuthenticatedListener
-from paceline.comm.security.encryption import EncryptedSocket, encrypt_as_client
-from paceline.comm.security.handshake import HandshakeUnfinishedError, PeerHello, prove
+from paceline.comm.security.encryption import EncryptedSocket
+from paceline.comm.security.handshake import HandshakeUnfinishedError, PeerHello, encrypt_as_client, prove
 from paceline.comm.security.secret import (
     choose_level,
     chosen_level,
@@ -107,7 +107,7 @@ class Door:
 
 @pytest.fixture
 def door(monkeypatch):
-    monkeypatch.setattr(encryption, "must_encrypt", lambda here, there, level: True)
+    monkeypatch.setattr(handshake, "must_encrypt", lambda here, there, level: True)
     here = Door()
     yield here
     here.close()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.train.ddp.gradient_buckets import BucketGradients, FlatGradients, have_aliases, shares_memory
+from paceline.train.ddp.gradient_buckets import BucketGradients, FlatGradients, have_aliases
+from paceline.train.module_tensors import shares_memory
 
 SHAPES = [(3, 2), (), (0,), (4,)]
 

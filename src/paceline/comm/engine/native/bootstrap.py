@@ -26,8 +26,8 @@ from paceline import _core
 from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.formation import Formation, describe_rank, host_id, read_ranks
 from paceline.comm.security.authenticated_listener import AuthenticatedListener
-from paceline.comm.security.encryption import Connection, encrypt_as_client, plain
-from paceline.comm.security.handshake import HandshakeUnfinishedError, PeerHello, prove
+from paceline.comm.security.encryption import Connection, plain
+from paceline.comm.security.handshake import HandshakeUnfinishedError, PeerHello, encrypt_as_client, prove
 from paceline.comm.security.secret import derive_key, job_secret
 from paceline.comm.security.untrusted_peers import is_same_user
 from paceline.durations import socket_timeout_s

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from paceline.comm.one_port.dialer import dial
-from paceline.comm.security.encryption import Connection, encrypt_as_client
-from paceline.comm.security.handshake import TIMEOUT_S, HandshakeUnfinishedError, PeerHello, prove
+from paceline.comm.security.encryption import Connection
+from paceline.comm.security.handshake import TIMEOUT_S, HandshakeUnfinishedError, PeerHello, encrypt_as_client, prove
 from paceline.comm.security.secret import derive_key, require_secret
 from paceline.errors import RendezvousTimeoutError
 from paceline.operate.diagnosis.clock_offset import Offset, OffsetEstimate

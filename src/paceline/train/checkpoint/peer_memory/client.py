@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.comm.one_port.dialer import dial as dial_machine
-from paceline.comm.security.encryption import Connection, encrypt_as_client
-from paceline.comm.security.handshake import TIMEOUT_S, PeerHello, prove
+from paceline.comm.security.encryption import Connection
+from paceline.comm.security.handshake import TIMEOUT_S, PeerHello, encrypt_as_client, prove
 from paceline.comm.security.secret import derive_key, job_secret, require_secret
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.peer_memory.protocol import (

@@ -19,8 +19,8 @@ import torch
 from paceline.comm.group.collectives.object_codec import MalformedPayload, decode
 from paceline.comm.group.variable_size import as_memory, empty_buffers
 from paceline.comm.one_port.dialer import dial
-from paceline.comm.security.encryption import Connection, encrypt_as_client
-from paceline.comm.security.handshake import PeerHello, prove
+from paceline.comm.security.encryption import Connection
+from paceline.comm.security.handshake import PeerHello, encrypt_as_client, prove
 from paceline.comm.security.secret import derive_key, job_secret
 from paceline.errors import AuthenticationError
 from paceline.train.elastic.failpoints import failpoint

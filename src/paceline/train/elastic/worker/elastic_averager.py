@@ -20,11 +20,10 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.data.epoch_order import RankSlot
 from paceline.train.data.loader import StatefulLoader
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
-from paceline.train.ddp.gradient_buckets import shares_memory
 from paceline.train.elastic.failpoints import failpoint
 from paceline.train.elastic.worker.rounds import Rounds
 from paceline.train.logical_shards.tree_sum import Flat, Values, lengths_of, unpack
-from paceline.train.module_tensors import pinned_like
+from paceline.train.module_tensors import pinned_like, shares_memory
 
 
 @dataclass(frozen=True)
