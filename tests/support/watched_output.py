@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.operate.launch.dashboard_link import LocalActivity
 from paceline.operate.launch.job_dashboard import RemoteDashboardFeed, decode_update
+from paceline.operate.launch.local_activity import LocalActivity
 from paceline.operate.launch.multinode.protocol import DashboardUpdate
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from paceline.comm.security.secret import LEVELS
-from paceline.operate.launch.elastic.elastic_options import Chaos
+from paceline.operate.launch.elastic_options import Chaos
 from paceline.operate.launch.option_types import (
     parse_backend,
     parse_exports,

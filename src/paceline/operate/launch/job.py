@@ -16,7 +16,7 @@ from string import Template
 
 from paceline.comm.one_port.dialer import chosen_port
 from paceline.comm.rendezvous.schedulers import Scheduler, detect
-from paceline.operate.launch.elastic.elastic_options import ElasticOptions, elastic_of
+from paceline.operate.launch.elastic_options import ElasticOptions, elastic_of
 from paceline.operate.launch.option_types import OptionError, Streams, StreamsOfRanks, parse_seconds
 from paceline.operate.launch.workers.cleanup import MARK
 

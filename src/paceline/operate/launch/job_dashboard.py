@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -34,10 +34,8 @@ from paceline.operate.dashboard.server import ADDRESS_FILE, DashboardServer, Lis
 from paceline.operate.diagnosis.job_snapshot import RankState
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
 from paceline.operate.launch.job import Job
+from paceline.operate.launch.local_activity import LocalActivity
 from paceline.operate.launch.multinode.protocol import AskStacks, DashboardUpdate, DashboardWatched, UserMessage
-
-if TYPE_CHECKING:
-    from paceline.operate.launch.dashboard_link import LocalActivity
 
 _SAMPLE_INTERVAL_S = 1.0
 _MOST_LINES = 500  # maximum number of output lines in one update

@@ -14,6 +14,7 @@ from typing import Protocol
 from paceline import __version__
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
 from paceline.operate.launch.dashboard_link import DashboardLink
+from paceline.operate.launch.failures import report_parts
 from paceline.operate.launch.job import Job
 from paceline.operate.launch.job_directory import Events, JobDirectory, JobRecordings
 from paceline.operate.launch.multinode.node_connection import NodeConnection
@@ -33,7 +34,6 @@ from paceline.operate.launch.shared_secret import SlurmSecret
 from paceline.operate.launch.watchdog import Watchdog
 from paceline.operate.launch.workers.cleanup import Cleanup
 from paceline.operate.launch.workers.environment import compat_variables, inherited_variables
-from paceline.operate.launch.workers.failures import report_parts
 from paceline.operate.launch.workers.job_control import Keyboard, Signals
 from paceline.operate.launch.workers.output import Console, Logs
 from paceline.operate.launch.workers.start_workers import MachineResources

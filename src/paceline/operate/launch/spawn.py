@@ -31,10 +31,10 @@ from paceline.comm.store.tcp_store import StoreServer
 from paceline.errors import WorkerError, short_repr
 from paceline.linux import die_with_parent
 from paceline.operate.diagnosis.stall_detector import StallReporter, WatchedWorker, explain_or_default
+from paceline.operate.launch.failures import Record, WorkerFailure
 from paceline.operate.launch.watchdog import Watchdog, ending_of
 from paceline.operate.launch.workers.bootstrap import offer_stack
 from paceline.operate.launch.workers.environment import allowed_cores, free_port, threads_per_worker, worker_environment
-from paceline.operate.launch.workers.failures import Record, WorkerFailure
 
 if TYPE_CHECKING:
     from paceline.operate.diagnosis.finding import Diagnosis

@@ -25,7 +25,7 @@ from paceline.operate.diagnosis.stall_detector import (
     WatchedWorker,
     explain_or_default,
 )
-from paceline.operate.launch.workers.failures import WorkerFailure
+from paceline.operate.launch.failures import WorkerFailure
 
 if TYPE_CHECKING:
     from paceline.operate.diagnosis.job_snapshot import RankExitStatus

@@ -20,6 +20,7 @@ from paceline.comm.store.tcp_store import PortInUseError, listen
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError
 from paceline.linux import interrupts_raised
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
+from paceline.operate.launch.failures import WorkerFailure, shortened
 from paceline.operate.launch.job import Job, RendezvousOptions
 from paceline.operate.launch.launcher import Launcher, Workers
 from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay, DiagnosisCollector
@@ -47,7 +48,6 @@ from paceline.operate.launch.multinode.server import RendezvousServer
 from paceline.operate.launch.shared_secret import SlurmSecret, secret_of
 from paceline.operate.launch.watchdog import ending_of, final_snapshot
 from paceline.operate.launch.workers.cleanup import Cleanup
-from paceline.operate.launch.workers.failures import WorkerFailure, shortened
 from paceline.operate.launch.workers.output import Console
 from paceline.operate.launch.workers.start_workers import WorkerContext, start_workers
 from paceline.operate.launch.workers.worker import WorkerProcess

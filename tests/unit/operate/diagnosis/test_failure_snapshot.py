@@ -19,7 +19,7 @@ from paceline.operate.diagnosis.job_snapshot import (
 )
 from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
-from paceline.operate.launch.workers.failures import ExceptionNotice
+from paceline.operate.launch.failures import ExceptionNotice
 from paceline.operate.launch.workers.forker import Forker
 from paceline.operate.launch.workers.job_control import Keyboard
 from paceline.operate.launch.workers.worker import MemoryCgroup, MemoryWatch, WorkerProcess

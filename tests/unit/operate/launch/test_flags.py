@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main, parser
-from paceline.operate.launch.elastic.elastic_options import Chaos, ElasticOptions
+from paceline.operate.launch.elastic_options import Chaos, ElasticOptions
 from paceline.operate.launch.flags import FLAGS, SHELLS, Flag, completion_script
 from paceline.operate.launch.job import CommandKind, Job, endpoint_of, job_of
 from paceline.operate.launch.option_types import OptionError, Streams, streams_of

@@ -29,7 +29,8 @@ from paceline.comm.store.tcp_store import StoreServer
 from paceline.errors import RendezvousError
 from paceline.operate.diagnosis import machine_snapshot as pictures
 from paceline.operate.launch import job_dashboard
-from paceline.operate.launch.elastic.elastic_options import ElasticOptions
+from paceline.operate.launch.elastic_options import ElasticOptions
+from paceline.operate.launch.failures import Record, WorkerFailure
 from paceline.operate.launch.job import Command, Job, RendezvousOptions
 from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay, DiagnosisCollector
 from paceline.operate.launch.multinode.membership import Orders
@@ -48,7 +49,6 @@ from paceline.operate.launch.multinode.remote_client import connect_client
 from paceline.operate.launch.multinode.server import CHANNEL, RendezvousServer
 from paceline.operate.launch.ssh.protocol import MARK, MessageSplitter, decode_to_launcher
 from paceline.operate.launch.worker_group_launcher import _controller
-from paceline.operate.launch.workers.failures import Record, WorkerFailure
 from paceline.train.checkpoint.peer_memory import protocol as copies
 from paceline.train.checkpoint.peer_memory.server import CacheServer
 from paceline.train.elastic import protocol as elastic

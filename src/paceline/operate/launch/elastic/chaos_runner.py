@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from paceline.linux import pidfd_getfd
-from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAction, actions_of
 from paceline.operate.launch.elastic.worker_pool import PoolWorker
+from paceline.operate.launch.elastic_options import Chaos, ChaosAction, actions_of
 
 
 def disconnect_worker(pid: int, pidfd: int) -> int:

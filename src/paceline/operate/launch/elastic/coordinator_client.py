@@ -23,9 +23,9 @@ from paceline.comm.store.tcp_store import PortInUseError, listen
 from paceline.errors import AuthenticationError
 from paceline.operate.diagnosis.clock_offset import Offset
 from paceline.operate.launch.elastic.elastic_controller import ElasticController
-from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.elastic.machine_log import MachineLog, MachineState
 from paceline.operate.launch.elastic.standby_controller import StandbyController
+from paceline.operate.launch.elastic_options import ElasticOptions
 from paceline.operate.launch.job import Job
 from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay, DiagnosisCollector
 from paceline.operate.launch.multinode.membership import JobController, MembershipPolicy
@@ -151,9 +151,14 @@ class CoordinatorClient:
         self._was_dropped = False
         self._leader = -1
         self._wire: ServerConnection | None = None
+        self._announcer: RunningJobAnnouncer | None = None
         self.local_address: str = connection.getsockname()[0]
         with self._changing:
             self._listen_to(connection)
+
+    def announce_at(self, address: tuple[str, int]) -> None:
+        """Starts to announce the running job at the rendezvous address; see `RunningJobAnnouncer`."""
+        self._announcer = RunningJobAnnouncer(address, self._secret, self.running, self._standby.is_here)
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable while orders are pending."""
@@ -188,6 +193,8 @@ class CoordinatorClient:
 
     def close(self) -> None:
         """Disconnects from the coordinator. Idempotent."""
+        if self._announcer is not None:
+            self._announcer.close()
         self._closed.set()
         self._answered.set()
         with self._changing:
@@ -493,10 +500,9 @@ def join_elastic(
             server.close(0.0)
         raise
     follower = CoordinatorClient(connection, secret, job, standby)
-    announcer = (
-        None if listener is not None else RunningJobAnnouncer(address, secret, follower.running, standby.is_here)
-    )
-    return NodeConnection(follower, own, server, standby, serves=controller is not None, announcer=announcer)
+    if listener is None:
+        follower.announce_at(address)
+    return NodeConnection(follower, own, server, serves=controller is not None, coordinates=lambda: standby.coordinates)
 
 
 def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], address: tuple[str, int]) -> Connection:

@@ -26,6 +26,13 @@ from paceline.operate.launch.elastic.worker_replacement import (
     WorkerHistory,
     exit_cause_of,
 )
+from paceline.operate.launch.failures import (
+    WorkerFailure,
+    read_record,
+    shortened,
+    signal_name,
+    write_error_json,
+)
 from paceline.operate.launch.job import Job
 from paceline.operate.launch.launcher import Launcher, Workers
 from paceline.operate.launch.multinode.node_connection import NodeConnection
@@ -45,13 +52,6 @@ from paceline.operate.launch.shared_secret import SlurmSecret
 from paceline.operate.launch.watchdog import ending_of
 from paceline.operate.launch.workers.cleanup import Cleanup
 from paceline.operate.launch.workers.environment import free_port
-from paceline.operate.launch.workers.failures import (
-    WorkerFailure,
-    read_record,
-    shortened,
-    signal_name,
-    write_error_json,
-)
 from paceline.operate.launch.workers.worker import MemoryWatch, failure_of
 from paceline.operate.launch.workers.worker_group import CONSEQUENCES_S
 from paceline.operate.launch.workers.worker_stores import port_beside
@@ -95,8 +95,7 @@ class ElasticAgent(Launcher):
 
     @property
     def _coordinates(self) -> bool:
-        standby = self._connection.standby
-        return standby is not None and standby.coordinates
+        return self._connection.coordinates()
 
     @property
     def _goes_on(self) -> bool:

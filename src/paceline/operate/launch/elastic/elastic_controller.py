@@ -12,8 +12,9 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.elastic.machine_log import ReportedFailures
+from paceline.operate.launch.elastic_options import ElasticOptions
+from paceline.operate.launch.failures import WorkerFailure, shortened
 from paceline.operate.launch.multinode.membership import MembershipPolicy, Orders, incompatibility
 from paceline.operate.launch.multinode.protocol import (
     ExitNotice,
@@ -37,7 +38,6 @@ from paceline.operate.launch.multinode.protocol import (
     WorkerStalled,
     WorkerStarted,
 )
-from paceline.operate.launch.workers.failures import WorkerFailure, shortened
 from paceline.train.elastic.coordinator.coordinator import Coordinator
 from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
 from paceline.train.elastic.coordinator.election import merge_reports

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from paceline.operate.launch.failures import WorkerFailure, shortened
 from paceline.operate.launch.multinode.protocol import (
     ExitNotice,
     Follow,
@@ -22,7 +23,6 @@ from paceline.operate.launch.multinode.protocol import (
     WorkerStalled,
     WorkerStarted,
 )
-from paceline.operate.launch.workers.failures import WorkerFailure, shortened
 from paceline.train.elastic.protocol import (
     CaughtUp,
     FromWorker,

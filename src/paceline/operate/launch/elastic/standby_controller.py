@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from paceline.operate.launch.elastic.elastic_controller import ElasticController
-from paceline.operate.launch.elastic.elastic_options import ElasticOptions
+from paceline.operate.launch.elastic_options import ElasticOptions
 from paceline.operate.launch.multinode.membership import MembershipPolicy, Orders
 from paceline.operate.launch.multinode.protocol import (
     Follow,

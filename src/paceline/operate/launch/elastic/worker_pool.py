@@ -34,11 +34,11 @@ from paceline.operate.launch.workers.output import Logs
 from paceline.operate.launch.workers.start_workers import (
     MachineResources,
     WorkerContext,
-    WorkerSpec,
     modules_to_fork,
     prepare,
 )
 from paceline.operate.launch.workers.worker import OutputForwarder, WorkerProcess, allow_descriptors
+from paceline.operate.launch.workers.worker_group import WorkerSpec
 from paceline.train.elastic import protocol
 from paceline.train.elastic.protocol import LARGEST_DATAGRAM, FromWorker
 

@@ -23,6 +23,7 @@ from typing import Protocol
 import msgspec
 
 from paceline import __version__
+from paceline.operate.launch.failures import WorkerFailure, first_failure, shortened
 from paceline.operate.launch.multinode.protocol import (
     JobEnded,
     JoinJob,
@@ -35,7 +36,6 @@ from paceline.operate.launch.multinode.protocol import (
     WorkersFinished,
     WorkersStopped,
 )
-from paceline.operate.launch.workers.failures import WorkerFailure, first_failure, shortened
 from paceline.train.elastic.protocol import NotifyOrder
 
 

@@ -10,8 +10,9 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from paceline.comm.one_port.dialer import DEFAULT_ROUTE_TARGETS, resolver_name, source_address
 from paceline.comm.security.secret import is_loopback
@@ -19,10 +20,6 @@ from paceline.operate.diagnosis.clock_offset import Offset
 from paceline.operate.launch.multinode.membership import JobController, Orders
 from paceline.operate.launch.multinode.protocol import Order, Report
 from paceline.operate.launch.multinode.server import RendezvousServer
-
-if TYPE_CHECKING:
-    from paceline.operate.launch.elastic.coordinator_client import RunningJobAnnouncer
-    from paceline.operate.launch.elastic.standby_controller import StandbyController
 
 
 class RendezvousClient(Protocol):
@@ -110,17 +107,15 @@ class NodeConnection:
         client: The client of the rendezvous.
         address: The address at which other nodes can reach this machine.
         server: This launcher's rendezvous server, or None. In an elastic job, every launcher runs a server.
-        standby: The controller for that server in an elastic job, or None.
         serves: Whether this launcher hosts the rendezvous.
-        announcer: The announcer for an elastic job whose coordinator may not be at the rendezvous address, or None.
+        coordinates: A function that returns True while this launcher coordinates an elastic job on several machines.
     """
 
     client: RendezvousClient
     address: str
     server: RendezvousServer | None = None
-    standby: StandbyController | None = None
     serves: bool = True
-    announcer: RunningJobAnnouncer | None = None
+    coordinates: Callable[[], bool] = lambda: False
 
     @property
     def listens(self) -> str:
@@ -132,8 +127,6 @@ class NodeConnection:
 
     def close(self) -> None:
         """Disconnects. A server first waits briefly for the other nodes to disconnect."""
-        if self.announcer is not None:
-            self.announcer.close()
         self.client.close()
         if self.server is not None:
             self.server.close()

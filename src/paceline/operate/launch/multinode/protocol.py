@@ -15,7 +15,7 @@ import msgspec
 
 from paceline import __version__
 from paceline.comm.security.untrusted_peers import Int64, decode_untrusted, encodable
-from paceline.operate.launch.workers.failures import WorkerFailure
+from paceline.operate.launch.failures import WorkerFailure
 from paceline.train.elastic.protocol import (
     CloseSlotsOrder,
     FenceStalledOrder,

@@ -233,7 +233,7 @@ class _ExceptionRecorder:
             return
         try:
             sys.path.insert(0, self._package)
-            from paceline.operate.launch.workers.failures import record_uncaught
+            from paceline.operate.launch.failures import record_uncaught
 
             record_uncaught(self._path, error)
         except Exception:  # the script's own exception must always propagate
@@ -246,7 +246,7 @@ def _print_uncaught() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.path.insert(0, package)
-        from paceline.operate.launch.workers.failures import print_uncaught
+        from paceline.operate.launch.failures import print_uncaught
 
         print_uncaught(kind, error, trace)
 

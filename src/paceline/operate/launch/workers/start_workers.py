@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.comm.security.secret import chosen_level
-from paceline.operate.launch.elastic.elastic_options import ElasticOptions
+from paceline.operate.launch.elastic_options import ElasticOptions
+from paceline.operate.launch.failures import ExceptionNotice, WorkerFailure
 from paceline.operate.launch.job import Command, CommandKind, Job
-from paceline.operate.launch.job_directory import JobRecordings, RecordingMemory
+from paceline.operate.launch.job_directory import JobRecordings
 from paceline.operate.launch.multinode.protocol import Start
 from paceline.operate.launch.option_types import Streams
 from paceline.operate.launch.workers.environment import (
@@ -28,14 +29,13 @@ from paceline.operate.launch.workers.environment import (
     rank_variables,
     threads_per_worker,
 )
-from paceline.operate.launch.workers.failures import ExceptionNotice, WorkerFailure
-from paceline.operate.launch.workers.forker import Forker, ForkRequest, python
+from paceline.operate.launch.workers.forker import Forker, python
 from paceline.operate.launch.workers.job_control import Keyboard
-from paceline.operate.launch.workers.output import WITHOUT_PAGERS, Logs, WorkerOutput, outputs_of
+from paceline.operate.launch.workers.output import WITHOUT_PAGERS, Logs, outputs_of
 from paceline.operate.launch.workers.placement import Cores, cores_of_workers, count_gpus, device_of, format_cpulist
 from paceline.operate.launch.workers.script_source import ScriptSource
-from paceline.operate.launch.workers.worker import WorkerProcess, allow_descriptors, bootstrap_argv, watch_end
-from paceline.operate.launch.workers.worker_group import WorkerGroup
+from paceline.operate.launch.workers.worker import allow_descriptors, bootstrap_argv
+from paceline.operate.launch.workers.worker_group import WorkerGroup, WorkerSpec
 
 _MANY_A_CORE = 8
 # Variables of tools that observe an interpreter from its start.
@@ -79,51 +79,6 @@ class WorkerContext:
     logs: Logs
     keyboard: Keyboard
     recordings: JobRecordings
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """A worker that is ready to start, with its arguments, its variables and the files for its streams."""
-
-    place: WorkerRanks
-    argv: list[str]
-    variables: dict[str, str]
-    cores: Cores | None
-    outputs: list[WorkerOutput]
-    reads: bool
-    error_file: str
-    log: str | None
-    memory: RecordingMemory | None
-
-    def request(self, on_start: Callable[[int], None], channel: socket.socket | None = None) -> ForkRequest:
-        """Returns the request to start this worker."""
-        streams = (0 if self.reads else None, self.outputs[0].writing, self.outputs[-1].writing)
-        return ForkRequest(self.argv, self.variables, streams, self.cores, on_start, channel)
-
-    def close(self) -> None:
-        """Frees the memory and the streams of a worker that was not started."""
-        for output in self.outputs:
-            output.close()
-        if self.memory is not None:
-            self.memory.release()
-
-    def started(self, pid: int) -> WorkerProcess:
-        """Returns the worker that runs as process `pid`.
-
-        Raises:
-            ProcessLookupError: the process has exited and was reaped.
-        """
-        place = self.place
-        return WorkerProcess(
-            place.rank,
-            place.local_rank,
-            pid,
-            self.error_file,
-            watch_end(pid),
-            self.log,
-            reads=self.reads,
-            memory=self.memory,
-        )
 
 
 def start_workers(

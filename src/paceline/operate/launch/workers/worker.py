@@ -21,10 +21,10 @@ from pathlib import Path
 
 from paceline import _core
 from paceline.linux import pidfd_open, waits_for_stdin
+from paceline.operate.launch.failures import Record, WorkerFailure, has_begun_exit
 from paceline.operate.launch.job import Command, CommandKind
 from paceline.operate.launch.job_directory import RecordingMemory
 from paceline.operate.launch.workers.cleanup import kill_group
-from paceline.operate.launch.workers.failures import Record, WorkerFailure, has_begun_exit
 from paceline.operate.launch.workers.output import OutputStream, WorkerOutput
 from paceline.operate.launch.workers.placement import Cores
 

@@ -6,14 +6,15 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.operate.launch.workers.failures import (
+from paceline.operate.launch.failures import (
     ExceptionNotice,
     Record,
     WorkerFailure,
@@ -21,16 +22,67 @@ from paceline.operate.launch.workers.failures import (
     read_record,
     write_error_json,
 )
-from paceline.operate.launch.workers.forker import Forker
+from paceline.operate.launch.job_directory import RecordingMemory
+from paceline.operate.launch.workers.environment import WorkerRanks
+from paceline.operate.launch.workers.forker import Forker, ForkRequest
 from paceline.operate.launch.workers.job_control import Keyboard
 from paceline.operate.launch.workers.output import WorkerOutput
-from paceline.operate.launch.workers.worker import MemoryWatch, OutputForwarder, WorkerProcess, failure_of
-
-if TYPE_CHECKING:
-    from paceline.operate.launch.workers.start_workers import WorkerSpec
+from paceline.operate.launch.workers.placement import Cores
+from paceline.operate.launch.workers.worker import (
+    MemoryWatch,
+    OutputForwarder,
+    WorkerProcess,
+    failure_of,
+    watch_end,
+)
 
 CONSEQUENCES_S = 0.5  # time for ranks to report failures that another failure has caused
 _OTHERS_KILLED_S = 0.3  # time to wait for the exit of another worker killed for lack of memory
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """A worker that is ready to start, with its arguments, its variables and the files for its streams."""
+
+    place: WorkerRanks
+    argv: list[str]
+    variables: dict[str, str]
+    cores: Cores | None
+    outputs: list[WorkerOutput]
+    reads: bool
+    error_file: str
+    log: str | None
+    memory: RecordingMemory | None
+
+    def request(self, on_start: Callable[[int], None], channel: socket.socket | None = None) -> ForkRequest:
+        """Returns the request to start this worker."""
+        streams = (0 if self.reads else None, self.outputs[0].writing, self.outputs[-1].writing)
+        return ForkRequest(self.argv, self.variables, streams, self.cores, on_start, channel)
+
+    def close(self) -> None:
+        """Frees the memory and the streams of a worker that was not started."""
+        for output in self.outputs:
+            output.close()
+        if self.memory is not None:
+            self.memory.release()
+
+    def started(self, pid: int) -> WorkerProcess:
+        """Returns the worker that runs as process `pid`.
+
+        Raises:
+            ProcessLookupError: the process has exited and was reaped.
+        """
+        place = self.place
+        return WorkerProcess(
+            place.rank,
+            place.local_rank,
+            pid,
+            self.error_file,
+            watch_end(pid),
+            self.log,
+            reads=self.reads,
+            memory=self.memory,
+        )
 
 
 class WorkerGroup:

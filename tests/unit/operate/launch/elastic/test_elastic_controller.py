@@ -9,7 +9,8 @@ import pytest
 
 import paceline
 from paceline.operate.launch.elastic.elastic_controller import ElasticController, ShutdownPlan
-from paceline.operate.launch.elastic.elastic_options import ElasticOptions
+from paceline.operate.launch.elastic_options import ElasticOptions
+from paceline.operate.launch.failures import Record, WorkerFailure
 from paceline.operate.launch.multinode.membership import MembershipPolicy
 from paceline.operate.launch.multinode.protocol import (
     ExitNotice,
@@ -30,7 +31,6 @@ from paceline.operate.launch.multinode.protocol import (
     WorkerMessage,
     WorkerStarted,
 )
-from paceline.operate.launch.workers.failures import Record, WorkerFailure
 from paceline.train.elastic.protocol import (
     FromWorker,
     LeaveNotice,

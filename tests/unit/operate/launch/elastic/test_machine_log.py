@@ -7,7 +7,7 @@ from paceline.operate.launch.elastic.machine_log import (
     ReplayableMessages,
     ReportedFailures,
 )
-from paceline.operate.launch.workers.failures import Record, WorkerFailure
+from paceline.operate.launch.failures import Record, WorkerFailure
 from paceline.train.elastic.protocol import (
     LeaveNotice,
     ViewFailed,

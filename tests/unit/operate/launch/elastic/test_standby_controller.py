@@ -8,8 +8,8 @@ import msgspec
 
 import paceline
 from paceline.operate.launch.elastic.elastic_controller import ElasticController
-from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.elastic.standby_controller import RESIGN_S, StandbyController
+from paceline.operate.launch.elastic_options import ElasticOptions
 from paceline.operate.launch.multinode.membership import MembershipPolicy
 from paceline.operate.launch.multinode.protocol import (
     ExitNotice,

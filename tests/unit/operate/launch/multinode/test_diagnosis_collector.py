@@ -17,6 +17,7 @@ from paceline.operate.diagnosis.job_snapshot import (
     StackLocation,
 )
 from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
+from paceline.operate.launch.failures import Record, WorkerFailure
 from paceline.operate.launch.multinode.diagnosis_collector import (
     FAILURE_LAST_PATIENCE_S,
     FAILURE_PATIENCE_S,
@@ -32,7 +33,6 @@ from paceline.operate.launch.multinode.protocol import (
     SnapshotReport,
     UserMessage,
 )
-from paceline.operate.launch.workers.failures import Record, WorkerFailure
 
 SUM = CallSignature("all_reduce", "float32", 4096, "SUM")
 

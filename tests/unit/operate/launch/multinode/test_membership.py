@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 import paceline
+from paceline.operate.launch.failures import Record, WorkerFailure
 from paceline.operate.launch.multinode.membership import Membership, MembershipPhase, MembershipPolicy, Orders, pause_s
 from paceline.operate.launch.multinode.protocol import (
     JobEnded,
@@ -22,7 +23,6 @@ from paceline.operate.launch.multinode.protocol import (
     WorkersFinished,
     WorkersStopped,
 )
-from paceline.operate.launch.workers.failures import Record, WorkerFailure
 from paceline.train.elastic.protocol import NotifyOrder
 
 

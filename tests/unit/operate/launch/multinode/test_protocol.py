@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline
+from paceline.operate.launch.failures import Record, WorkerFailure
 from paceline.operate.launch.multinode.membership import incompatibility
 from paceline.operate.launch.multinode.protocol import (
     LARGEST,
@@ -35,7 +36,6 @@ from paceline.operate.launch.multinode.protocol import (
     decode,
     encode,
 )
-from paceline.operate.launch.workers.failures import Record, WorkerFailure
 from paceline.train.elastic.protocol import (
     CloseSlotsOrder,
     ExitRequest,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.operate.launch.elastic.elastic_options import ElasticOptions
+from paceline.operate.launch.elastic_options import ElasticOptions
 from paceline.operate.launch.job import Command, CommandKind, Job
 from paceline.operate.launch.workers.environment import allowed_cores
 from paceline.operate.launch.workers.script_source import ScriptSource

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.operate.launch.workers.failures import Record, WorkerFailure, describe
+from paceline.operate.launch.failures import Record, WorkerFailure, describe
 from paceline.operate.launch.workers.worker import MemoryCgroup, MemoryWatch
 
 

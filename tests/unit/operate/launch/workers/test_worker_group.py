@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from paceline.operate.launch.workers.failures import Record
+from paceline.operate.launch.failures import Record
 from paceline.operate.launch.workers.worker_group import ended_as_asked
 
 ASKED_S = 100.0

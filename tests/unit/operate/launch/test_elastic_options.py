@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAction, actions_of
+from paceline.operate.launch.elastic_options import Chaos, ChaosAction, actions_of
 
 
 def test_chaos_says_what_it_was_asked_for():

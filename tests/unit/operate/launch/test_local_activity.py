@@ -15,8 +15,8 @@ from paceline.operate.diagnosis.job_snapshot import (
     RankState,
 )
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
-from paceline.operate.launch.dashboard_link import LocalActivity
 from paceline.operate.launch.job_dashboard import decode_update, encode_update
+from paceline.operate.launch.local_activity import LocalActivity
 from paceline.operate.launch.multinode.protocol import DashboardUpdate
 from paceline.operate.launch.multinode.protocol import encode as encode_message
 

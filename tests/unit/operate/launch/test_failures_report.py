@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.operate.launch.workers.failures import Record, WorkerFailure, report, report_parts, signal_name
+from paceline.operate.launch.failures import Record, WorkerFailure, report, report_parts, signal_name
 
 
 def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> WorkerFailure:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from paceline.operate.launch.multinode.protocol import LARGEST, WorkersStopped, encode
-from paceline.operate.launch.workers.failures import (
+from paceline.operate.launch.failures import (
     ExceptionNotice,
     Record,
     WorkerFailure,
@@ -21,6 +20,7 @@ from paceline.operate.launch.workers.failures import (
     shortened,
     write_record,
 )
+from paceline.operate.launch.multinode.protocol import LARGEST, WorkersStopped, encode
 
 
 def failure(rank: int, seen_s: float, kind: str | None = None, exit_code: int = 1) -> WorkerFailure:
