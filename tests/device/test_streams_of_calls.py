@@ -23,6 +23,7 @@ import paceline as dist
 from paceline.comm.engine.adapters.device_streams import AcceleratorStream
 from paceline.comm.engine.api import BackendChoice
 from paceline.comm.engine.failures import CallFailure, OutcomeCode
+from paceline.comm.group.buffers import Buffers
 from paceline.comm.group.collectives.object_codec import decode, encode
 from paceline.comm.group.init import make_current
 from paceline.comm.group.process_group import ProcessGroup
@@ -153,6 +154,20 @@ def the_stream_of_a_call_is_behind_it_even_if_another_thread_drops_the_work():
     call.gate.set()
     torch.fake.synchronize(DEVICE)
     assert copied.tolist() == [2] * 4
+
+
+def the_memory_of_a_copy_is_not_reused_before_the_call_has_read_it():
+    buffers, side = Buffers(), torch.fake.Stream(DEVICE)
+    buffers.read([torch.ones(4, 2, device=DEVICE).t()])
+    call = Doubling(buffers.kept[0])
+    wait_until(torch.fake.current_stream(DEVICE).query)
+    work = Work(call, "all_gather", buffers.kept, buffers.finish)
+    with torch.fake.stream(side):
+        work.wait()
+    del work
+    assert not torch.fake.current_stream(DEVICE).query()
+    call.gate.set()
+    torch.fake.synchronize(DEVICE)
 
 
 def a_finished_call_of_the_plugin_has_a_future():
@@ -303,6 +318,7 @@ PROGRAMS: list[Program] = [
     a_future_is_complete_when_its_call_is_on_the_stream,
     a_future_of_a_call_that_a_thread_makes_completes_later,
     the_stream_of_a_call_is_behind_it_even_if_another_thread_drops_the_work,
+    the_memory_of_a_copy_is_not_reused_before_the_call_has_read_it,
     a_finished_call_of_the_plugin_has_a_future,
     a_failure_that_is_known_later_is_raised_by_later_waits,
     parts_on_two_devices_are_one_work,

@@ -169,8 +169,12 @@ class Buffers:
 
     @property
     def finish(self) -> Callable[[], None] | None:
-        """Returns a function to run when the call is complete, or None if no tensor was copied."""
-        return self._write_back if self._copy_back else None
+        """Returns a function to run when the call is complete, or None if no tensor was copied.
+
+        Copies that are only read also need one: on a device, it makes the streams of the program wait before the memory
+        of the copies can be reused.
+        """
+        return self._write_back if self.has_copies else None
 
     def _usable(self, tensor: torch.Tensor) -> bool:
         if self.scale is not None:

@@ -7,6 +7,7 @@ Copies are enqueued on the calling thread's current stream.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,6 +156,8 @@ class PinnedMemory:
         if is_shared and device.type == "cuda":
             self.bytes = _core.shared_tensor(nbytes)
             self._registered = int(_cuda().cudaHostRegister(self.bytes.data_ptr(), nbytes, _NO_FLAGS)) == 0
+            if not self._registered:
+                _clear_error(device)
         if not self._registered:  # a limit on locked memory may prevent pinning memory not allocated by CUDA
             self.bytes = pinned_bytes(nbytes, device)
 
@@ -206,6 +209,15 @@ def _side_by_side(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterato
     for part in parts:
         yield whole[at : at + part.numel()], part
         at += part.numel()
+
+
+def _clear_error(device: torch.device) -> None:
+    """Clears the error of a failed CUDA call, which would otherwise be reported for the thread's next kernel.
+
+    PyTorch does not provide `cudaGetLastError`, but calls it whenever it launches a kernel.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def _cuda() -> Any:

@@ -176,8 +176,9 @@ class TrainingState:
     def capture(self) -> dict[str, Any]:
         """Returns the state on the CPU.
 
-        Tensors in host memory are not copied, so training continues to change them. Tensors on a device are copied to
-        the CPU, because a forked child must not use the device.
+        Tensors in host memory are not copied, so training continues to change them. Exceptions are tensors in shared or
+        pinned memory, whose changes a forked child would see. Tensors on a device are copied to the CPU, because a
+        forked child must not use the device.
         """
         state = {
             "parameters": [param.detach() for param in self._module.parameters()],
@@ -324,9 +325,19 @@ def _with_tensors(stateful: Stateful, state: Any) -> Any:
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a nested state with all tensors on the CPU. Tensors that are already there are not copied."""
-    moved: dict[str, Any] = tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
+    """Returns a nested state with all tensors in memory of which a forked child keeps the present values.
+
+    Tensors that are already in such memory are not copied.
+    """
+    moved: dict[str, Any] = tree_map_only(torch.Tensor, _in_private_memory, state)
     return moved
+
+
+def _in_private_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_cpu and tensor.layout is torch.strided and (tensor.is_shared() or tensor.is_pinned()):
+        # The drivers map pinned memory as shared memory, without copy-on-write, or hide it from a child.
+        return tensor.detach().clone()
+    return tensor.cpu()
 
 
 def _copy_all(mine: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:

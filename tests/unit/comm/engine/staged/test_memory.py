@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from paceline.comm.engine.channel import DTYPE_CODES, NO_REDUCTION, CollectiveCall, DevicePieces, ReduceOp
+from paceline.comm.engine.staged import memory
 from paceline.comm.engine.staged.memory import (
     ALIGNMENT,
     DeviceBytes,
+    PinnedMemory,
     StagedLayout,
     copy_to_device,
     copy_to_host,
@@ -104,3 +106,28 @@ def test_memory_is_read_in_its_own_order():
     images = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
     (part,) = DeviceBytes(DevicePieces([images])).part(0, 96)
     assert part.view(torch.float32).tolist() == images.permute(0, 2, 3, 1).flatten().tolist()
+
+
+class RefusingRuntime:
+    """Stands for `torch.cuda.cudart()`: a failed call leaves an error, which the thread's next kernel raises."""
+
+    def __init__(self) -> None:
+        self.last_error = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self.last_error = 2
+        return self.last_error
+
+    def launch(self, *size: int, device: torch.device) -> None:
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError("CUDA error: out of memory")
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error(monkeypatch):
+    runtime = RefusingRuntime()
+    monkeypatch.setattr(memory, "_cuda", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
+    pinned = PinnedMemory(4096, torch.device("cuda", 0), is_shared=True)
+    assert runtime.last_error == 0 and pinned.bytes.numel() == 4096
+    pinned.close()  # without a call of cudaHostUnregister, which the runtime lacks

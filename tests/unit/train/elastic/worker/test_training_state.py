@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.elastic.worker.training_state import digest_of_state
+from paceline.train.elastic.worker.training_state import digest_of_state, on_host
 
 
 class Mode(str, enum.Enum):
@@ -120,3 +120,14 @@ def test_the_digest_is_what_is_described():
     )
     expected = joined(b"mapping", *(part for entry in entries for part in entry)).hex()
     assert digest_of_state({7: (True,), "x": torch.ones(2, 1)}) == expected
+
+
+def test_memory_without_copy_on_write_is_copied_for_a_child(monkeypatch):
+    plain, shared, pinned = torch.ones(2), torch.ones(2).share_memory_(), torch.ones(2)
+    sparse = torch.ones(2).to_sparse()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor is pinned)
+    captured = on_host({"plain": plain, "others": [shared, pinned], "sparse": sparse})
+    for tensor in (plain, shared, pinned):
+        tensor.zero_()
+    assert captured["plain"] is plain and captured["sparse"] is sparse
+    assert [tensor.tolist() for tensor in captured["others"]] == [[1, 1], [1, 1]]
