@@ -40,8 +40,9 @@ def evaluate():
     while not over:  # without a call, so that it is found here
         pass
 
-dist.init_process_group("paceline")
-fault, rank = sys.argv[1], dist.get_rank()
+fault = sys.argv[1]
+dist.init_process_group("gloo" if "gloo" in fault else "paceline")
+rank = dist.get_rank()
 a, b = torch.ones(4096), torch.ones(128)
 if "deadlock" in fault:
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
@@ -85,6 +86,38 @@ with model.join(divide_by_initial_world_size=False):
     loss = model(torch.ones(2, 3)).sum() if dist.get_rank() == 0 else time.sleep(300)
     loss.backward()
 """
+KEY = """
+import time
+import FACE as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from paceline.comm.group.default import default_world
+dist.init_process_group("paceline")
+dist.barrier()
+store = _get_default_store() if "FACE" == "torch.distributed" else default_world().store
+store.get("ready") if dist.get_rank() == 1 else time.sleep(300)
+"""
+ABANDONED = """
+import os
+import torch
+import paceline as dist
+dist.init_process_group("paceline")
+for step in range(20):
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    if step == 10 and dist.get_rank() == 1:
+        os._exit(0)
+    work.wait()
+"""
+NO_SYNC = """
+import contextlib
+import torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("paceline")
+model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+for step in range(12):
+    with model.no_sync() if dist.get_rank() == 1 and step == 5 else contextlib.nullcontext():
+        model(torch.ones(2, 3)).sum().backward()
+"""
 FLAGS = ("--nproc-per-node=2", "--no-pin", "--stall-after=1.5", "--shutdown-timeout=1")
 WAITS = "rank 0 waits in all_reduce(float32, 4096) call 32 (script.py:"
 
@@ -98,7 +131,8 @@ def said(script, tmp_path):
 
     def start(fault: str, word: str | None = None, until: str = "", job: str = JOB) -> str:
         over = tmp_path / "over"
-        flags = (*FLAGS, "--log-dir", str(tmp_path / "runs"), "--rdzv-id=job")
+        compat = ("--compat=torch",) if "plug-in instead of" in fault else ()
+        flags = (*FLAGS, *compat, "--log-dir", str(tmp_path / "runs"), "--rdzv-id=job")
         launcher = ForkedLauncher(
             ["run", *flags, script(job), fault, str(over)], ENVIRONMENT, tmp_path / "printed", tmp_path / "said"
         )
@@ -135,12 +169,35 @@ def test_a_hang_is_explained_live_and_afterwards(said, tmp_path, capsys, fault, 
 
 @pytest.mark.parametrize(
     ("fault", "groups"),
-    [("deadlock", ["(no. 2 of 2)", "(no. 1 of 2)"]), ("deadlock of plug-in", ["group 2", "group 1"])],
+    [
+        ("deadlock", ["(no. 2 of 2)", "(no. 1 of 2)"]),
+        ("deadlock of gloo", ["(no. 2 of 2)", "(no. 1 of 2)"]),
+        ("deadlock of plug-in", ["group 2", "group 1"]),
+        ("deadlock of plug-in instead of gloo", ["group 2", "group 1"]),
+    ],
 )
 def test_two_groups_that_wait_for_each_other_are_named(said, fault, groups):
     told = said(fault, "deadlock: ")
     assert "deadlock: rank 0 waits in all_reduce(float32, 4096) call 2 of the group" in told
     assert all(group in told for group in groups)
+
+
+@pytest.mark.parametrize("face", ["paceline", "torch.distributed"])
+def test_a_wait_for_a_key_is_told_with_the_key(said, face):
+    told = said("sleep", "for the key 'ready'", job=KEY.replace("FACE", face))
+    assert "rank 1 waits in store.get (script.py:9) for the key 'ready', which no rank has set, for " in told
+    assert "rank 0 is at script.py:9" in told
+
+
+def test_an_exit_during_an_async_call_is_the_headline(said):
+    told = said("leave", job=ABANDONED)
+    assert "rank 1 exited too early, with exit code 0 before all_reduce(float32, 1)" in told
+
+
+def test_an_early_exit_is_told_if_torch_wraps_the_error(said):
+    told = said("leave", job=NO_SYNC)
+    assert "rank 1 exited too early, with exit code 0 after all_reduce(float32, 4) call " in told
+    assert "PeerLostError: rank 1 (" in told and " left the group" in told and "failed first" not in told
 
 
 def test_a_backward_of_torchs_that_waits_in_join_is_explained(said):

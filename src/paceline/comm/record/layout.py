@@ -91,6 +91,7 @@ class EventKind(IntEnum):
     | CHECKPOINT | `send` or `receive`, for the state of an elastic job | | |
     | CHUNK | the operation of a call staged through host memory | the chunk's number | its bytes |
     | DEVICE | the current phase of a device: `forward`, `backward`, `optimizer` | the device's index | the step |
+    | STORE_WAIT | the method of the store and its keys, such as `get 'ready'` | the number of keys | |
 
     A bucket starts when its last gradient is ready, is sent at `Event.sent_ns`, and ends when its average is available.
     A chunk lasts from the beginning of its copy to host memory until the copy back is enqueued on the device's stream.
@@ -111,6 +112,7 @@ class EventKind(IntEnum):
     DIFFERENCE = 13
     CHUNK = 14
     DEVICE = 15
+    STORE_WAIT = 16
 
 
 MAGIC = int.from_bytes(b"PLRECORD", "little")

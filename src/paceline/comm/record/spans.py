@@ -12,15 +12,17 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
 from paceline import _core
 from paceline.comm.record.layout import EventKind
 from paceline.comm.record.recorder import begin_once
-from paceline.errors import short_repr
+from paceline.errors import is_user_file, short_repr
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Batch = TypeVar("_Batch")
@@ -119,6 +121,42 @@ def begin_event(kind: int, name: str = "", first: int = 0, second: int = 0) -> i
 def note_event(kind: int, name: str = "", first: int = 0, second: int = 0) -> None:
     """Records an event that has no duration."""
     _core.record_end(begin_event(kind, name, first, second))
+
+
+_STORES = ("/contextlib.py", "/paceline/comm/store/", "/paceline/interop/torch_backend/")
+_NAME_NBYTES = 63
+_MOST_STORE_WAITS = 64  # the maximum number of names for waits, because a recording holds few names
+_store_waits: set[str] = set()
+os.register_at_fork(after_in_child=_store_waits.clear)
+
+
+def begin_store_wait(method: str, keys: Sequence[str], since_s: float) -> int:
+    """Begins the event of a wait for keys of a store; returns the stamp to pass to `_core.record_end` at its end.
+
+    Args:
+        method: the name of the store's method, such as "get".
+        keys: the keys that are not known to exist.
+        since_s: the time on the monotonic clock at which the wait began.
+    """
+    text = f"{method} {', '.join(map(repr, keys))}"
+    if len(text.encode(errors="replace")) > _NAME_NBYTES:
+        text = text.encode(errors="replace")[: _NAME_NBYTES - 3].decode(errors="ignore") + "..."
+    if text not in _store_waits and len(_store_waits) == _MOST_STORE_WAITS:
+        text = method
+    else:
+        _store_waits.add(text)
+    tick = _core.record_tick_at(int(since_s * 1e9))
+    return _core.record_begin_at(EventKind.STORE_WAIT, number_of(text), len(keys), 0, tick) if tick else 0
+
+
+def is_called_by_main_program() -> bool:
+    """Returns True if the user's program called a store on the main thread, directly and not through a library."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and any(part in frame.f_code.co_filename for part in _STORES):
+        frame = frame.f_back
+    return frame is not None and is_user_file(frame.f_code.co_filename)
 
 
 class StepCounter:

@@ -5,10 +5,11 @@ Each call performs one operation, which subclasses implement in `_apply`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
 
@@ -17,6 +18,7 @@ from paceline.durations import Timeout, to_seconds
 from paceline.errors import StoreError, StoreQueueEmptyError, StoreTimeoutError
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
+_SHORT_S = 2.0  # shorter waits are not recorded
 
 
 class StoreOp(IntEnum):
@@ -177,7 +179,12 @@ class Store(ABC):
     def _wait_and_ask(self, op: StoreOp, keys: list[bytes], timeout: Timeout | None) -> tuple[int, list[bytes]]:
         wait_s = self._timeout_s if timeout is None else to_seconds(timeout)
         started = time.monotonic()
-        status, number, values = self._apply(op, max(0, int(wait_s * 1000)), keys, wait_s)
+        short_s = min(wait_s, _SHORT_S)
+        status, number, values = self._apply(op, max(0, int(short_s * 1000)), keys, short_s)
+        if status is StoreStatus.TIMED_OUT and short_s < wait_s:
+            left_s = wait_s - short_s
+            with _recorded(op, values, started):
+                status, number, values = self._apply(op, max(0, int(left_s * 1000)), keys, left_s)
         if status is StoreStatus.TIMED_OUT:
             raise StoreTimeoutError(
                 f"waited {time.monotonic() - started:.1f} s in {self} for {_names(keys)}; "
@@ -190,6 +197,23 @@ class Store(ABC):
     @abstractmethod
     def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
         """Performs `op`. `number` is a waiting operation's timeout in ms; on timeout, the answer lists missing keys."""
+
+
+@contextlib.contextmanager
+def _recorded(op: StoreOp, missing: list[bytes], since_s: float) -> Iterator[None]:
+    """Records a wait for missing keys, so that a diagnosis can name them."""
+    if not _core.is_recording():
+        yield
+        return
+    from paceline.comm.record.spans import begin_store_wait, is_called_by_main_program  # slow to import
+
+    stamp = 0
+    if is_called_by_main_program():
+        stamp = begin_store_wait(op.name.lower(), [key.decode(errors="replace") for key in missing], since_s)
+    try:
+        yield
+    finally:
+        _core.record_end(stamp)
 
 
 def _bytes(value: bytes | str) -> bytes:

@@ -41,6 +41,7 @@ def register() -> None:
             import_module("paceline.interop.torch_backend.patches").replace_gloo()
         if os.environ.get("PACELINE_TORCH_STORE"):  # set by `paceline run`, which serves torch's store on MASTER_PORT
             import_module("paceline.interop.torch_backend.patches").replace_store_factory()
+            import_module("paceline.interop.torch_backend.patches").record_store_waits()
         if os.environ.get("PACELINE_PORT"):
             replace_env_handler()
     except Exception as error:

@@ -7,6 +7,8 @@
   creates its default group again would find the addresses of earlier processes, so each rendezvous after the first uses
   its own key prefix. The replacement also prevents torch from using the launcher's store for other addresses; for such
   addresses, rank 0 serves a store, as without a launcher.
+- `record_store_waits`: a program that waits for a key of a store makes no call that is recorded. The replacements for
+  the store's methods record the key of a long wait, so that the launcher can report it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import inspect
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -27,8 +30,11 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline import _core
+
 _STORE_FACTORY = "_create_c10d_store"
 _LONGEST_PAUSE_S = 0.25
+_SHORT_WAIT_S = 2.0  # shorter waits for a store are not recorded
 _GLOO, _OURS = "gloo", "paceline"
 _MIXES_FROM = (2, 14)  # the first PyTorch release that permits a Python backend in a combination of backends
 _GROUP_FACTORY = "_new_process_group_helper"
@@ -152,6 +158,59 @@ def replace_store_factory() -> None:
         )
 
     rendezvous[_STORE_FACTORY] = make
+
+
+@functools.cache
+def record_store_waits() -> None:
+    """Makes the methods with which a program waits for keys of torch's stores record these keys. Idempotent."""
+    for name in ("get", "wait", "multi_get", "queue_pop"):
+        setattr(c10d.Store, name, _recorded(getattr(c10d.Store, name)))
+
+
+def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(store: c10d.Store, *args: Any, **options: Any) -> Any:
+        if not _core.is_recording() or not _is_called_by_main_program():
+            return method(store, *args, **options)
+        with _StoreWait(method.__name__, args[0] if args else next(iter(options.values()), "")):
+            return method(store, *args, **options)
+
+    return call
+
+
+def _is_called_by_main_program() -> bool:
+    from paceline.comm.record.spans import is_called_by_main_program  # imported late, as `import torch` loads this file
+
+    return is_called_by_main_program()
+
+
+class _StoreWait:
+    """A wait for keys of torch's store. A timer records the wait if it is long, because the wait blocks its thread."""
+
+    def __init__(self, method: str, keys: str | Sequence[str]) -> None:
+        self._method, self._keys = method, [keys] if isinstance(keys, str) else list(keys)
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(_SHORT_WAIT_S, self._record)
+        self._timer.daemon = True
+        self._has_ended = False
+        self._stamp = 0
+
+    def __enter__(self) -> None:
+        self._began_s = time.monotonic()
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._has_ended = True
+            _core.record_end(self._stamp)
+
+    def _record(self) -> None:
+        with self._lock:
+            if not self._has_ended:
+                from paceline.comm.record.spans import begin_store_wait
+
+                self._stamp = begin_store_wait(self._method, self._keys, self._began_s)
 
 
 def _await_store(host: str, port: int, timeout: timedelta) -> None:

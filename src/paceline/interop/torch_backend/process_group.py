@@ -20,6 +20,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from enum import Enum
+from multiprocessing import util
 from typing import Any, NoReturn
 
 import torch
@@ -730,6 +731,8 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         self._rank, self._size, self._named = rendezvous.rank, rendezvous.size, rendezvous.named
         self._members = world.group.members
         self._world = world
+        # A program may exit without destroy_process_group. The other ranks must then not take this rank for dead.
+        self._leaving = util.Finalize(self, world.close, exitpriority=0)
         self._group = world.group
         self.report_backend_as(self._backend)
 
@@ -739,6 +742,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         vars(self).pop("_group", None)
         world = vars(self).pop("_world", None)
         if world is not None:
+            self._leaving.cancel()
             world.close()
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -76,7 +76,8 @@ def shifted(rank: RankState, by_s: float) -> RankState:
     )
     ending = None if rank.ending is None else replace(rank.ending, at_s=rank.ending.at_s + by_s)
     phase = None if rank.phase is None else replace(rank.phase, since_s=rank.phase.since_s + by_s)
-    return replace(rank, calls=calls, since_s=moved(rank.since_s), ending=ending, phase=phase)
+    wait = None if rank.store_wait is None else replace(rank.store_wait, since_s=rank.store_wait.since_s + by_s)
+    return replace(rank, calls=calls, since_s=moved(rank.since_s), ending=ending, phase=phase, store_wait=wait)
 
 
 def aligned(ranks: Sequence[RankState], clocks: Sequence[str]) -> list[RankState]:

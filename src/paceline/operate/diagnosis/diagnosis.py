@@ -7,8 +7,9 @@ does not complete although all ranks have entered it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.operate.diagnosis.call_history import (
     CallCountMismatch,
@@ -24,6 +25,7 @@ from paceline.operate.diagnosis.finding import (
     beginning,
     during,
     lasting,
+    line_of,
     line_of_call,
     named,
     verb,
@@ -31,6 +33,7 @@ from paceline.operate.diagnosis.finding import (
 )
 from paceline.operate.diagnosis.job_snapshot import (
     STILL,
+    CallSignature,
     ExitReason,
     JobSnapshot,
     ProcessActivity,
@@ -41,12 +44,13 @@ from paceline.operate.diagnosis.job_snapshot import (
     is_idle,
 )
 from paceline.operate.diagnosis.slow_links import find_silent_links, find_slow_link
-from paceline.operate.diagnosis.wait_graph import CallWait, find_deadlock, roots, waits_of
+from paceline.operate.diagnosis.wait_graph import CallWait, find_deadlock, has_abandoned, roots, waits_of
 
 # Minimum time between the last arrival at a call and the report that the call is unfinished. Machines do not take their
 # snapshots at exactly the same moment, so a call may have ended on a machine that took its snapshot slightly earlier.
 _SETTLED_S = 5.0
 
+_NUMBER = re.compile(r"\d+")
 _PLURALS = {"is": "are", "waits": "wait", "has": "have"}
 _OTHERS_FAULTS = ("peer_lost", "timed_out", "aborted")
 
@@ -71,11 +75,15 @@ def diagnose(snapshot: JobSnapshot) -> Diagnosis | None:
     """Returns the diagnosis of a job, or None if no rank is waiting and none has failed."""
     waits = waits_of(snapshot)
     return (
-        _failed(snapshot, waits)
+        _crashed_in_mismatch(snapshot)
+        or _left_before_failures(snapshot, waits)
+        or _failed(snapshot, waits)
         or _mismatched(snapshot)
         or _deadlocked(snapshot, waits)
         or _missed(snapshot, waits)
         or _unfinished(snapshot, waits)
+        or _without_key(snapshot)
+        or _disagreed(snapshot)
         or _idle(snapshot)
     )
 
@@ -96,8 +104,9 @@ class AbsenceReason:
 
 def _explain_absence(rank: RankState) -> AbsenceReason:
     if rank.ending is not None:
-        cause = Cause.LEFT if _has_left(rank) else _OWN_FAULTS.get(rank.ending.manner)
-        return AbsenceReason(cause or Cause.EXITED, f"has ended ({rank.ending.how})")
+        cause = Cause.LEFT if _has_left(rank) else _OWN_FAULTS.get(rank.ending.manner, Cause.EXCEPTION)
+        line = f", {rank.ending.line}" if rank.ending.line else ""
+        return AbsenceReason(cause, f"has ended ({rank.ending.how}{line})")
     process, place = rank.process, rank.place
     if process is not None and process.state is ProcessState.ENDED:
         return AbsenceReason(Cause.KILLED, "has ended")
@@ -111,6 +120,8 @@ def _explain_absence(rank: RankState) -> AbsenceReason:
         return AbsenceReason(Cause.USER_CODE, f"made no other call after {last}, and its stack is unknown")
     if place is None and process is None:
         return AbsenceReason(Cause.UNKNOWN, "left no readable recording")
+    if rank.store_wait is not None:
+        return AbsenceReason(Cause.STORE, f"waits in {_store_wait(rank)}")
     where = f"is {place}" if place is not None else "is at an unknown location"
     if process is not None and process.reads_stdin:
         remedy = " (type it, or start the job with `< /dev/null` if it needs none)"
@@ -122,6 +133,13 @@ def _explain_absence(rank: RankState) -> AbsenceReason:
     if place is not None and place.is_loader:
         return AbsenceReason(Cause.LOADER, where)
     return AbsenceReason(Cause.USER_CODE, where)
+
+
+def _store_wait(rank: RankState) -> str:
+    """Describes a rank's wait for a store, with its line: `store.get (train.py:9) for the key 'ready', which ...`."""
+    method, _, keys = str(rank.store_wait).partition(" ")
+    line = line_of(rank)
+    return f"{method}{f' ({line})' if line else ''}{keys and f' {keys}'}"
 
 
 def _work(process: ProcessActivity, place: StackLocation | None) -> str:
@@ -146,10 +164,12 @@ def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -
     elsewhere = _where(snapshot, found.regular, group, found.sequence)
     start = beginning(snapshot, found.strays) if found.step is None else f"step {found.step}: "
     if found.is_guess:
-        sentence = (
-            f"{start}call {found.sequence} differs: {named(found.strays[:1], snapshot.word)} and the others called "
-            f"{found.expected} and {found.theirs}, and it is not known which is correct"
-        )
+        made = _made_by(snapshot, group, found.sequence)
+        parts = [
+            f"{named(ranks, snapshot.word)} called {header}{_where(snapshot, ranks, group, found.sequence)}"
+            for header, ranks in made.items()
+        ]
+        sentence = f"{start}call {found.sequence} differs: {', '.join(parts)}, and it is not known which is correct"
         return Diagnosis(_CAUSE_OF_MISMATCH[found.kind], found.strays, sentence)
     due = f"where {named(found.regular, snapshot.word)} called {found.expected}{elsewhere}"
     does = {
@@ -157,11 +177,29 @@ def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -
         MismatchKind.ORDER: "it makes its calls in a different order",
         MismatchKind.TWICE: f"it called {found.theirs} twice",
         MismatchKind.SKIPPED_OR_TWICE: f"it skipped {found.expected}, or called {found.theirs} twice",
-        MismatchKind.OTHER_SHAPE: "the number or type of its elements differs",
+        MismatchKind.OTHER_SHAPE: _difference_in(found.theirs, found.expected),
         MismatchKind.OTHER_CALL: "it took a different path through the program",
     }[found.kind]
     sentence = f"{start}{strays} called {found.theirs} as call {found.sequence}{where}, {due}: {does}"
     return Diagnosis(_CAUSE_OF_MISMATCH[found.kind], found.strays, sentence)
+
+
+def _difference_in(theirs: CallSignature, expected: CallSignature) -> str:
+    """Describes the difference between the arguments of two calls of the same operation."""
+    if (theirs.dtype, theirs.count) != (expected.dtype, expected.count):
+        return "the number or type of its elements differs"
+    return "its root differs" if theirs.root != expected.root else "its reduction differs"
+
+
+def _made_by(snapshot: JobSnapshot, group: str, sequence: int) -> dict[CallSignature, list[int]]:
+    """Returns the variants of a call, with the ranks that made each of them."""
+    made: dict[CallSignature, list[int]] = {}
+    for rank in snapshot.ranks:
+        for call in rank.calls:
+            if (call.group, call.sequence) == (group, sequence) and not call.is_message:
+                made.setdefault(call.header, []).append(rank.rank)
+                break
+    return made
 
 
 def _where(snapshot: JobSnapshot, ranks: Sequence[int], group: str, sequence: int) -> str:
@@ -185,6 +223,14 @@ def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
     where = f" ({ending.line})" if ending.line else ""
     last = max((call for call in first.calls), key=lambda call: call.arrived_s, default=None)
     after = f", {'in' if last.is_open else 'after'} {last}" if last is not None else ""
+    alike = [rank for rank in failed if _failed_alike(rank, first)]
+    if len(alike) > 1:
+        numbers = [rank.rank for rank in alike]
+        sentence = (
+            f"{beginning(snapshot, numbers)}{named(numbers, snapshot.word)} failed in the same way, "
+            f"{named([first.rank], snapshot.word)} first: {ending.how}{where}{after}"
+        )
+        return Diagnosis(_OWN_FAULTS[ending.manner], tuple(numbers), sentence, is_certain=not _is_consequence(first))
     others = [wait for wait in waits if set(wait.waiters) - {first.rank}]
     sentence = (
         f"{beginning(snapshot, [first.rank])}{named([first.rank], snapshot.word)} failed: {ending.how}{where}{after}"
@@ -193,6 +239,39 @@ def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
         most = max(others, key=lambda wait: len(wait.waiters))
         sentence += f"; {waiting(snapshot, most, without=first.rank)}"
     return Diagnosis(_OWN_FAULTS[ending.manner], (first.rank,), sentence, is_certain=not _is_consequence(first))
+
+
+def _crashed_in_mismatch(snapshot: JobSnapshot) -> Diagnosis | None:
+    """Diagnoses a process that a library terminated because the ranks' calls do not match, as gloo does."""
+    crashed = [
+        rank
+        for rank in snapshot.ranks
+        if rank.ending is not None
+        and rank.ending.manner is ExitReason.KILLED
+        and any(call.ended_s is None for call in rank.calls)
+    ]
+    verdict = _mismatched(snapshot) if crashed else None
+    if verdict is None:
+        return None
+    ends = [f"{named([rank.rank], snapshot.word)} was {rank.ending.how}" for rank in crashed if rank.ending is not None]
+    return replace(verdict, sentence=f"{verdict.sentence}; {' and '.join(ends)}")
+
+
+def _left_before_failures(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
+    """Blames a rank that exited early, if the program wrapped the errors of the waiting ranks in its own exceptions."""
+    failed = [rank for rank in snapshot.ranks if rank.ending is not None and rank.ending.manner in _OWN_FAULTS]
+    if not failed or not all(map(_is_consequence, failed)):
+        return None
+    missed = _missed(snapshot, waits)
+    return missed if missed is not None and missed.is_early_exit else None
+
+
+def _failed_alike(one: RankState, other: RankState) -> bool:
+    """Returns True if two ranks raised the same exception on the same line, apart from numbers in its message."""
+    if one.ending is None or other.ending is None or other.ending.manner is not ExitReason.EXCEPTION:
+        return False
+    texts = [_NUMBER.sub("0", ending.how) for ending in (one.ending, other.ending)]
+    return (one.ending.manner, one.ending.line, texts[0]) == (other.ending.manner, other.ending.line, texts[1])
 
 
 def _is_consequence(rank: RankState) -> bool:
@@ -239,9 +318,10 @@ def _deadlocked(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
         group = f" of the {seat.name or wait.call.group}" if not wait.call.is_message else ""
         parts.append(f"{waiting(snapshot, wait, of=group)} for {named(needed, snapshot.word)}")
     blamed = sorted({rank for wait in cycle for rank in (*wait.waiters, *wait.absent)})
-    sentence = (
-        f"{beginning(snapshot, blamed)}deadlock: {'; '.join(parts)}. All ranks must make the calls in the same order"
-    )
+    advice = "All ranks must make the calls in the same order"
+    if all(wait.call.is_message for wait in cycle):
+        advice = "Each message needs a send and a recv with the same tag"
+    sentence = f"{beginning(snapshot, blamed)}deadlock: {'; '.join(parts)}. {advice}"
     return Diagnosis(Cause.DEADLOCK, tuple(blamed), sentence)
 
 
@@ -253,7 +333,9 @@ def _blocked(snapshot: JobSnapshot) -> dict[int, bool]:
 def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
     """Blames a rank that others are waiting for."""
     by_rank = {rank.rank: rank for rank in snapshot.ranks}
-    for number in roots(waits, _blocked(snapshot)):
+    found_roots = roots(waits, _blocked(snapshot))
+    # Another absent rank may be the one that should set the key for which a rank waits.
+    for number in sorted(found_roots, key=lambda number: by_rank[number].store_wait is not None):
         wait = max((wait for wait in waits if number in wait.absent), key=lambda wait: len(wait.waiters))
         found = _explain_absence(by_rank[number])
         if found.cause is Cause.LEFT or found.cause is Cause.USER_CODE:
@@ -265,6 +347,9 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
         start = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; "
         others = [rank for rank in wait.absent if rank != number]
         too = f"; {named(others, snapshot.word)} {verb(len(others), 'have')} not reached it either" if others else ""
+        for rank in others:
+            if by_rank[rank].store_wait is not None:
+                too += f"; {named([rank], snapshot.word)} waits in {_store_wait(by_rank[rank])}"
         sentence = start + absence(snapshot, by_rank[number], found.doing) + too
         if not found.is_fault:
             sentence += ". This is not an error if it evaluates, saves or compiles"
@@ -315,7 +400,9 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
         return Diagnosis(Cause.TWICE, wait.waiters, sentence)
     last = max(rank.calls, key=lambda call: call.arrived_s, default=None)
     where = f" ({last.line})" if last is not None and last.line else ""
-    after = f" after {last}{where}" if last is not None else ""
+    is_abandoned = last is not None and has_abandoned(rank, last)
+    after = f" {'before' if is_abandoned else 'after'} {last}{where}" if last is not None else ""
+    after += " had completed" if is_abandoned else ""
     sentence = (
         f"{start}{named(left, snapshot.word)} exited too early, with exit code 0{after}: {waiting(snapshot, wait)}. "
         "Look for a loop with fewer iterations there, or for an exit before the last call"
@@ -350,6 +437,51 @@ def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
         f"{start}; all {wait.members} have reached the call, and it has not completed for {lasting(took_s)}: {advice}"
     )
     return Diagnosis(Cause.NO_PROGRESS, (), sentence)
+
+
+def _disagreed(snapshot: JobSnapshot) -> Diagnosis | None:
+    """Describes an error that all ranks raise because the arguments of a Paceline object differ, such as the models."""
+    failed = [rank for rank in snapshot.ranks if rank.ending is not None and rank.ending.manner is ExitReason.MISMATCH]
+    if not failed:
+        return None
+    first = min(failed, key=lambda rank: rank.ending.at_s if rank.ending is not None else 0.0)
+    assert first.ending is not None
+    where = f" ({first.ending.line})" if first.ending.line else ""
+    numbers = [rank.rank for rank in failed]
+    sentence = f"{beginning(snapshot, numbers)}{named(numbers, snapshot.word)} disagreed{where}: {first.ending.how}"
+    return Diagnosis(Cause.OTHER_SHAPE, tuple(numbers), sentence)
+
+
+def _without_key(snapshot: JobSnapshot) -> Diagnosis | None:
+    """Diagnoses ranks that wait for keys of a store: blames the ranks that do not wait, which may have to set them."""
+    running = [rank for rank in snapshot.ranks if rank.ending is None]
+    least_s = 0.0 if all(is_idle(rank) for rank in running) else _SETTLED_S
+    waiters = [
+        rank for rank in running if rank.store_wait is not None and snapshot.now_s - rank.store_wait.since_s >= least_s
+    ]
+    if not waiters:
+        return None
+    by_wait: dict[str, list[RankState]] = {}
+    for rank in waiters:
+        by_wait.setdefault(_store_wait(rank), []).append(rank)
+    parts = []
+    for text, ranks in by_wait.items():
+        since_s = min(rank.store_wait.since_s for rank in ranks if rank.store_wait is not None)
+        who, verb_ = named([rank.rank for rank in ranks], snapshot.word), verb(len(ranks), "wait")
+        parts.append(f"{who} {verb_} in {text}, for {lasting(snapshot.now_s - since_s)}")
+    others = [rank for rank in snapshot.ranks if rank not in waiters]
+    found = {rank.rank: _explain_absence(rank) for rank in others}
+    doings: dict[str, list[int]] = {}
+    for number, reason in found.items():
+        doings.setdefault(reason.doing, []).append(number)
+    parts += [f"{named(n, snapshot.word)} {d if len(n) == 1 else _in_plural(d)}" for d, n in doings.items()]
+    is_fault = all(reason.is_fault for reason in found.values())
+    advice = ". This is not an error if it evaluates, saves or compiles" if not is_fault else ""
+    if not others:
+        advice = ". All ranks wait, so none can set a key"
+    sentence = f"{beginning(snapshot, [rank.rank for rank in waiters])}{'; '.join(parts)}{advice}"
+    cause = next(iter(found.values())).cause if len(others) == 1 else Cause.STORE
+    return Diagnosis(cause, tuple(rank.rank for rank in others or waiters), sentence, is_fault)
 
 
 def _idle(snapshot: JobSnapshot) -> Diagnosis | None:

@@ -27,13 +27,14 @@ class Cause(Enum):
     USER_CODE = "a rank is stuck in its program"
     BUSY = "a rank is busy elsewhere"
     INPUT = "a rank waits for input"
+    STORE = "a rank waits for a key that no rank has set in a store"
     IDLE = "no rank is making calls or working"
     DEADLOCK = "calls of several groups wait for each other"
     SKIPPED = "a rank skipped a call or made it later"
     ORDER = "a rank made calls in a different order"
     TWICE = "a rank made a call twice"
     SKIPPED_OR_TWICE = "a rank skipped a call or made one twice"
-    OTHER_SHAPE = "a rank made a call with a different shape or type"
+    OTHER_SHAPE = "a rank made a call with different arguments"
     OTHER_CALL = "a rank made a different call"
     UNKNOWN = "a rank has not reached a call and left no recording"
     NO_PROGRESS = "all ranks are in a call that does not complete"
@@ -148,6 +149,8 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
     waiters = [rank for rank in snapshot.ranks if rank.rank in who]
     have_ended = all(rank.ending is not None for rank in waiters)
     word = "waited" if have_ended else verb(len(who), "wait")
+    if wait.is_formation and not of:
+        of = next((f" of the {seat.name}" for rank in waiters if (seat := rank.seats.get(wait.call.group))), "")
     line = wait.call.line or next((line for rank in waiters if (line := line_of(rank))), "")
     where = f" ({line})" if line else ""
     return f"{named(who, snapshot.word)} {word} in {wait.call}{of}{where}"

@@ -9,7 +9,7 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class CallSignature:
-    """Arguments of a call, which must match on all ranks. `peer` is -1 except for messages."""
+    """Arguments of a call, which must match on all ranks. Only messages have a `peer` (otherwise -1) and a `tag`."""
 
     operation: str
     dtype: str = ""
@@ -17,11 +17,13 @@ class CallSignature:
     reduction: str = ""
     root: int = -1
     peer: int = -1
+    tag: int = 0
 
     def __str__(self) -> str:
         parts = [self.dtype, str(self.count) if self.dtype or self.count else ""]
         parts += [self.reduction if self.reduction not in ("", "SUM") else ""]
         parts += [f"root {self.root}" if self.root >= 0 else "", f"peer {self.peer}" if self.peer >= 0 else ""]
+        parts += [f"tag {self.tag}" if self.tag else ""]
         return f"{self.operation}({', '.join(part for part in parts if part)})"
 
 
@@ -200,6 +202,29 @@ class DevicePhase:
 
 
 @dataclass(frozen=True)
+class StoreWait:
+    """A wait of a rank's main thread for keys of a store.
+
+    Attributes:
+        method: the method of the store, such as "get".
+        keys: the keys as in a message, such as `'ready'`; "" if they are unknown.
+        count: the number of keys.
+        since_s: the time at which the wait began.
+    """
+
+    method: str
+    keys: str
+    count: int
+    since_s: float
+
+    def __str__(self) -> str:
+        if not self.keys:
+            return f"store.{self.method}"
+        unset = "which no rank has set" if self.count == 1 else "of which at least one has not been set"
+        return f"store.{self.method} for the key{'s' if self.count > 1 else ''} {self.keys}, {unset}"
+
+
+@dataclass(frozen=True)
 class RankExitStatus:
     """Description of a rank's exit.
 
@@ -272,6 +297,7 @@ class RankState:
         data_s: the time for which the rank has waited for data, in seconds.
         links: the rank's traffic to ranks on other hosts.
         phase: the phase that the rank's device is executing, or None.
+        store_wait: the store's keys for which the rank is waiting, or None.
     """
 
     rank: int
@@ -287,6 +313,7 @@ class RankState:
     data_s: float = 0.0
     links: tuple[PeerTraffic, ...] = ()
     phase: DevicePhase | None = None
+    store_wait: StoreWait | None = None
 
 
 @dataclass(frozen=True)

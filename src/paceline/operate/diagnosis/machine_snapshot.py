@@ -28,11 +28,11 @@ from paceline.operate.diagnosis.job_snapshot import (
 from paceline.operate.diagnosis.recording_reader import (
     MOST_CALLS,
     NoRecordingError,
-    has_open_calls,
+    has_open_waits,
     rank_state_of,
     read_latest,
 )
-from paceline.operate.diagnosis.stall_detector import LOOK_S, StallThreshold, WatchedWorker, overdue
+from paceline.operate.diagnosis.stall_detector import LOOK_S, StallThreshold, WatchedWorker, overdue_since_s
 from paceline.operate.diagnosis.worker_process import capture_stack
 
 _MOST_CALLS = 8192  # maximum number of calls sent to another machine, over all ranks
@@ -45,8 +45,8 @@ class MachineSnapshot:
     Attributes:
         taken_s: the time of the snapshot on the machine's monotonic clock, which all times in `ranks` also use.
         ranks: the states of the ranks.
-        stalled_since_s: the start time of the longest overdue call. If no call is overdue, the time since which all
-            ranks have been idle, or None if some rank is not idle.
+        stalled_since_s: the start time of the longest overdue call or wait for a store. If there is none, the time
+            since which all ranks have been idle, or None if some rank is not idle.
     """
 
     taken_s: float
@@ -120,10 +120,10 @@ def snapshot_if_stalled(
 
 
 def _waits_too_long(worker: WatchedWorker, patience: StallThreshold) -> bool:
-    """Returns True if a worker is in an overdue call. Takes little time if the worker is not in a call."""
-    if worker.recording is None or not has_open_calls(worker.recording):
+    """Returns True if a worker is in an overdue call or wait. Takes little time if the worker is in neither."""
+    if worker.recording is None or not has_open_waits(worker.recording):
         return False
-    return overdue(_recorded(worker), time.monotonic(), patience) is not None
+    return overdue_since_s(_recorded(worker), time.monotonic(), patience) is not None
 
 
 def snapshot_ended_workers(workers: Sequence[WatchedWorker]) -> MachineSnapshot:
@@ -152,11 +152,11 @@ def _recorded(worker: WatchedWorker, most_calls: int = MOST_CALLS) -> RankState:
 
 
 def _stalled_since_s(ranks: Sequence[RankState], patience: StallThreshold, may_be_idle: bool) -> float | None:
-    """Returns the start time of the longest overdue call; without one, the time since which all ranks are idle."""
+    """Returns the start time of the longest overdue wait; without one, the time since which all ranks are idle."""
     now_s = time.monotonic()
-    calls = [call for rank in ranks if (call := overdue(rank, now_s, patience)) is not None]
-    if calls:
-        return min(call.arrived_s for call in calls)
+    began_s = [since_s for rank in ranks if (since_s := overdue_since_s(rank, now_s, patience)) is not None]
+    if began_s:
+        return min(began_s)
     is_stalled = may_be_idle and all(is_idle(rank) for rank in ranks)
     return max((rank.since_s or now_s for rank in ranks), default=None) if is_stalled else None
 

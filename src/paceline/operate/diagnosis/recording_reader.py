@@ -27,6 +27,7 @@ from paceline.operate.diagnosis.job_snapshot import (
     RankCall,
     RankState,
     StackLocation,
+    StoreWait,
 )
 from paceline.operate.diagnosis.recording import (
     CallRecord,
@@ -47,7 +48,7 @@ _MAGIC = layout.MAGIC.to_bytes(8, "little")
 _STATES = tuple(CallStatus)
 _DOUBLE = struct.Struct("<d")
 _NAMES, _GROUPS, _CALLS, _EVENTS, _LINKS = 1, 2, 3, 4, 5  # table numbers; table 0 contains clock pairs
-_WAITS = (EventKind.DATA_WAIT, EventKind.CHECKPOINT)
+_WAITS = (EventKind.DATA_WAIT, EventKind.CHECKPOINT, EventKind.STORE_WAIT)
 _FORMATION = OPERATIONS[layout.FORMATION]
 _NS = 1e-9
 
@@ -111,16 +112,27 @@ def read_latest(fd: int, most_calls: int = MOST_CALLS, most_events: int = MOST_E
     return parse(data, f"descriptor {fd}", has_algorithms=False)
 
 
-def has_open_calls(fd: int) -> bool:
-    """Returns True if a running process is in a call. This check is cheap."""
+def has_open_waits(fd: int) -> bool:
+    """Returns True if a running process is in a call or waits for a store. This check is cheap."""
     try:
         data = _snapshot(fd)
     except OSError:
         return False
-    return bool(data) and any(
-        layout.state_of(stamp) == layout.OPEN
-        for stamp in _stamps_in(data, *_table_location(data, _CALLS), layout.CALL.size)
+    return bool(data) and (
+        next(_open_entries(data, _CALLS, layout.CALL.size), None) is not None
+        or any(
+            layout.EVENT.unpack_from(data, start)[1] == EventKind.STORE_WAIT
+            for start in _open_entries(data, _EVENTS, layout.EVENT.size)
+        )
     )
+
+
+def _open_entries(data: bytearray, table: int, nbytes: int) -> Iterator[int]:
+    """Yields the offsets of a table's open entries."""
+    offset, capacity = _table_location(data, table)
+    for index, stamp in enumerate(_stamps_in(data, offset, capacity, nbytes)):
+        if layout.state_of(stamp) == layout.OPEN:
+            yield offset + index * nbytes
 
 
 def _snapshot(fd: int) -> bytearray:
@@ -428,7 +440,17 @@ def rank_state_of(recording: ProcessRecording, number: int | None = None) -> Ran
         * _NS,
         links=_traffic(recording),
         phase=_phase(recording.open_events()),
+        store_wait=_store_wait(recording.open_events()),
     )
+
+
+def _store_wait(events: Sequence[EventRecord]) -> StoreWait | None:
+    """Returns the wait for a store that has not ended."""
+    for event in reversed(events):
+        if event.kind is EventKind.STORE_WAIT:
+            method, _, keys = (event.name or "wait").partition(" ")
+            return StoreWait(method, keys, event.first, event.start_ns * _NS)
+    return None
 
 
 def _phase(events: Sequence[EventRecord]) -> DevicePhase | None:
@@ -462,6 +484,7 @@ def _rank_call(call: CallRecord, group: GroupRecord) -> RankCall:
             (call.reduction or "").upper(),
             -1 if is_message or call.root is None else call.root,
             call.root if is_message and call.root is not None else -1,
+            call.tag or 0,
         ),
         arrived_s=call.arrived_ns * _NS,
         ended_s=None if call.ended_ns is None else call.ended_ns * _NS,

@@ -105,6 +105,15 @@ def overdue(rank: RankState, now_s: float, patience: StallThreshold) -> RankCall
     return None
 
 
+def overdue_since_s(rank: RankState, now_s: float, patience: StallThreshold) -> float | None:
+    """Returns the start time of the rank's longest overdue call or wait for a store, or None."""
+    call, wait = overdue(rank, now_s, patience), rank.store_wait
+    began_s = [] if call is None else [call.arrived_s]
+    if wait is not None and now_s - wait.since_s >= patience.ceiling_s:
+        began_s.append(wait.since_s)
+    return min(began_s, default=None)
+
+
 @dataclass
 class ActivityTracker:
     """Tracks the time of each worker's latest record, so that only the recordings of quiet workers must be read."""

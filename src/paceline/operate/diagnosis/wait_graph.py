@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.operate.diagnosis.job_snapshot import JobSnapshot, RankCall, RankState
+from paceline.operate.diagnosis.job_snapshot import ExitReason, JobSnapshot, RankCall, RankState
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,23 @@ class CallWait:
         """Whether all members have arrived."""
         return not self.absent and not self.strangers
 
+    @property
+    def is_formation(self) -> bool:
+        """Whether the ranks wait for their group to form."""
+        return self.call.sequence == 0 and not self.call.is_message
+
 
 def waits_of(snapshot: JobSnapshot) -> list[CallWait]:
     """Returns the first open call of each group, and the first open message of each rank."""
     found = []
     for group in sorted({call.group for rank in snapshot.ranks for call in rank.calls if call.is_open}):
         members = _members_of(snapshot, group)
-        waiting = [call for rank in members.values() for call in _collectives(rank, group) if call.is_open]
+        waiting = [
+            call
+            for rank in members.values()
+            for call in _collectives(rank, group)
+            if call.is_open and not has_abandoned(rank, call)
+        ]
         if waiting:
             found.append(_wait(group, min(call.sequence for call in waiting), members))
         for rank in members.values():
@@ -77,7 +87,9 @@ def _messages(rank: RankState, group: str, members: Mapping[int, RankState]) -> 
             peer, mine = members.get(call.header.peer), rank.seats[group]
             ends = [] if peer is None else [other for other in peer.calls if other.group == group and other.is_open]
             is_matched = any(
-                end.header.peer == mine.number and end.header.operation != call.header.operation for end in ends
+                (end.header.peer, end.header.tag) == (mine.number, call.header.tag)
+                and end.header.operation != call.header.operation
+                for end in ends
             )
             if not is_matched:
                 absent = () if peer is None else (peer.rank,)
@@ -95,7 +107,7 @@ def _wait(group: str, number: int, members: Mapping[int, RankState]) -> CallWait
     def is_missed(member: int) -> bool:
         return not reported or member in reported
 
-    behind = [member for member in set(members) - set(arrived) if _latest(members[member], group) < number]
+    behind = [member for member in set(members) - set(arrived) if _latest_completed(members[member], group) < number]
     absent = [member for member in behind if members[member].calls or is_missed(member)]
     strangers = [member for member in set(range(size)) - set(members) if is_missed(member)]
     first = min(waiting.values(), key=lambda call: call.arrived_s)
@@ -113,13 +125,21 @@ def _wait(group: str, number: int, members: Mapping[int, RankState]) -> CallWait
     )
 
 
-def _latest(rank: RankState, group: str) -> int:
-    return max((call.sequence for call in _collectives(rank, group)), default=-1)
+def _latest_completed(rank: RankState, group: str) -> int:
+    """Returns the number of the latest call that a rank has made, without those that it abandoned."""
+    made = [call.sequence for call in _collectives(rank, group) if not has_abandoned(rank, call)]
+    return max(made, default=-1)
+
+
+def has_abandoned(rank: RankState, call: RankCall) -> bool:
+    """Returns True if a rank exited without an error before an asynchronous call of this rank had completed."""
+    return call.ended_s is None and rank.ending is not None and rank.ending.manner is ExitReason.FINISHED
 
 
 def _made(rank: RankState, group: str, number: int) -> RankCall | None:
     # In an elastic job, the groups of successive views share a name, and the call numbers restart in each group.
-    made = [call for call in _collectives(rank, group) if call.sequence == number]
+    calls = _collectives(rank, group)
+    made = [call for call in calls if call.sequence == number and not has_abandoned(rank, call)]
     return max(made, key=lambda call: (call.is_open, call.arrived_s), default=None)
 
 

@@ -39,8 +39,17 @@ _CONSEQUENCES = {
 _BY_ITSELF = re.compile(r"GroupAbortedError: .*\bthis process aborted|GroupAbortedError: .*\baborted by this process")
 _CONSEQUENCE_TEXTS = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|ncclRemoteError|ncclSystemError|Socket Timeout|"
-    r"NCCL communicator was aborted|[Ww]atchdog|recvValue failed|failed to recv, got 0 bytes|Timed out waiting .* recv",
+    r"NCCL communicator was aborted|[Ww]atchdog|recvValue failed|failed to recv, got 0 bytes|Timed out waiting .* recv|"
+    r"CollectiveObjectError: .* could not send its object; see the error on that rank",
 )
+# torch's autograd and pybind11 raise a RuntimeError whose message contains the text of Paceline's error.
+_WRAPPED = re.compile(r"\b(PeerLostError|CollectiveTimeoutError|GroupAbortedError|CollectiveMismatchError): rank ")
+_MISMATCH = "CollectiveMismatchError"
+_STACKS = re.compile(r"\n\s*(?:At:\n|Exception raised from )")  # stacks that pybind11 and PyTorch append to a message
+# A connection that a child process broke, such as a worker of a DataLoader.
+_OF_CONNECTIONS = ("ConnectionResetError", "BrokenPipeError")
+_OF_CHILDREN = re.compile(r'^ *File ".*/(?:torch/utils/data|multiprocessing)/', re.MULTILINE)
+_GROUP_PREFIX = " |"  # the characters before each line of an exception group
 _LONGEST_TEXT = 1 << 16
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 _MOST_SENT = 256  # the maximum number of failures in a message
@@ -74,7 +83,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_consequence(self) -> bool:
         """Whether another rank's failure explains this one."""
-        return self.record is not None and _is_consequence(self.record.kind, self.record.text)
+        return self.record is not None and _is_consequence(self.record)
 
     @property
     def is_interrupt(self) -> bool:
@@ -96,14 +105,14 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return "OUT_OF_MEMORY"
         if self.record is None:
             return "KILLED" if self.exit_code < 0 else "EXITED"
-        if self.record.kind == "CollectiveMismatchError":
+        if _known_kind(self.record.kind, self.record.text) == _MISMATCH:
             return "MISMATCH"
         return "CONSEQUENCE" if self.is_consequence else "EXCEPTION"
 
     @property
     def summary(self) -> str:
         """The exception's message, shortened to one line, or `how` if there is no exception."""
-        return self.how if self.record is None else last_line(self.record.text)[:_LONGEST_SUMMARY]
+        return self.how if self.record is None else in_one_line(self.record)[:_LONGEST_SUMMARY]
 
     @property
     def line(self) -> str:
@@ -113,13 +122,41 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
 
 
-def _is_consequence(kind: str, text: str) -> bool:
-    line = last_line(text)
-    return (kind in _CONSEQUENCES and not _BY_ITSELF.search(line)) or bool(_CONSEQUENCE_TEXTS.search(line))
+def _is_consequence(record: Record) -> bool:
+    if record.kind in _OF_CONNECTIONS and _OF_CHILDREN.search(record.text):
+        return False
+    line = in_one_line(record)
+    is_ours = _known_kind(record.kind, record.text) in _CONSEQUENCES and not _BY_ITSELF.search(line)
+    return is_ours or bool(_CONSEQUENCE_TEXTS.search(line))
 
 
-def last_line(text: str) -> str:
-    """Returns the last line of a traceback, which contains the exception."""
+def _known_kind(kind: str, text: str) -> str:
+    """Returns the class of an exception or, if its message contains the text of an error of Paceline's, that class."""
+    wrapped = _WRAPPED.search(_exception_in(kind, text))
+    return kind if wrapped is None else wrapped[1]
+
+
+def in_one_line(record: Record) -> str:
+    """Returns the exception at the end of a traceback in one line, without the stacks that libraries append to it.
+
+    If the message contains another process's traceback, only the exception of this process is returned.
+    """
+    text = _STACKS.split(_exception_in(record.kind, record.text), maxsplit=1)[0]
+    lines = text.rstrip().splitlines()
+    if lines and lines[0].startswith(tuple(_GROUP_PREFIX)):
+        return lines[0].strip(_GROUP_PREFIX)
+    if "Traceback (most recent call last)" in text:
+        return lines[-1]
+    return " ".join(line.strip() for line in lines if line.strip())
+
+
+def _exception_in(kind: str, text: str) -> str:
+    """Returns the end of a traceback, from the line that begins with the exception's class."""
+    found = list(re.finditer(rf"^[{_GROUP_PREFIX}]*(?:[\w.<>]+\.)?{re.escape(kind)}(?=:|$)", text, re.MULTILINE))
+    return text[found[-1].start() :] if found else _last_line(text)
+
+
+def _last_line(text: str) -> str:
     return text.rstrip().rpartition("\n")[2]
 
 
@@ -150,11 +187,16 @@ def shortened(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
         if failure is cause:
             kept.append(failure)
         elif len(kept) < _MOST_SENT:
-            record = failure.record and msgspec.structs.replace(
-                failure.record, text=failure.record.text[-_TAIL_CHARACTERS:]
-            )
+            record = failure.record and msgspec.structs.replace(failure.record, text=_tail(failure.record))
             kept.append(msgspec.structs.replace(failure, record=record))
     return tuple(kept)
+
+
+def _tail(record: Record) -> str:
+    """Returns the end of a traceback; if the exception's own text is longer, its beginning."""
+    exception = _exception_in(record.kind, record.text)
+    is_long = len(exception) > _TAIL_CHARACTERS
+    return exception[:_TAIL_CHARACTERS] if is_long else record.text[-_TAIL_CHARACTERS:]
 
 
 def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None = None) -> str:
@@ -220,7 +262,7 @@ def report_parts(
         if failure is not cause and failure not in likewise:
             what = failure.how
             if failure.record is not None:
-                what = last_line(failure.record.text).partition(". ")[0][:200]
+                what = in_one_line(failure.record).partition(". ")[0][:_LONGEST_SUMMARY]
             label = "a consequence" if failure.is_consequence else "failed too"
             parts.append(f"{word} {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
     failed = {failure.rank for failure in failures}
@@ -237,7 +279,7 @@ def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, st
     if failure.record is None:
         return False
     # For an error caused by another rank, only the user's frames are printed (`print_uncaught`).
-    text = last_line(failure.record.text) if failure.is_consequence else failure.record.text
+    text = _last_line(failure.record.text) if failure.is_consequence else failure.record.text
     return is_in_view(text, f"{word} {failure.rank}")
 
 
@@ -245,7 +287,7 @@ def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
     """Returns True if two workers failed with the same exception at the same location, apart from numbers."""
     if one.record is None or other.record is None:
         return False
-    texts = [_without_numbers(record.text[-_TAIL_CHARACTERS:]) for record in (one.record, other.record)]
+    texts = [_without_numbers(_tail(record)) for record in (one.record, other.record)]
     return texts[0] == texts[1]
 
 
@@ -304,7 +346,7 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
         return  # the launcher reports the interrupt; tracebacks from each rank would not add information
     shown = traceback.TracebackException(kind, error, _without_own(trace))
     text = "".join(shown.format())
-    if _is_consequence(kind.__name__, text):
+    if _is_consequence(Record(0.0, kind.__name__, text)):
         ours = [frame for frame in shown.stack if is_user_file(frame.filename)]
         shown.stack = traceback.StackSummary.from_list(ours)
         shown.__cause__ = shown.__context__ = None

@@ -12,7 +12,7 @@ from paceline.operate.diagnosis.recording_reader import (
     MOST_CALLS,
     MOST_EVENTS,
     NoRecordingError,
-    has_open_calls,
+    has_open_waits,
     rank_state_of,
     read_latest,
     read_live,
@@ -53,7 +53,7 @@ def recording(request, tmp_path):
 def test_the_latest_calls_and_the_open_ones_are_there(recording):
     fd, is_open = recording
     whole, part = read_live(fd), read_latest(fd)
-    assert has_open_calls(fd) == is_open
+    assert has_open_waits(fd) == is_open
     assert part.open_calls() == whole.open_calls()
     assert [call for call in part.calls if call.is_over] == list(whole.calls[-MOST_CALLS:])
     assert part.events == whole.events[-MOST_EVENTS:]
@@ -72,6 +72,6 @@ def test_a_rank_is_told_by_what_it_recorded(recording):
 
 def test_a_file_without_a_recording_has_none(tmp_path):
     with open(tmp_path / "empty", "w+") as file:
-        assert not has_open_calls(file.fileno())
+        assert not has_open_waits(file.fileno())
         with pytest.raises(NoRecordingError):
             read_latest(file.fileno())

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.operate.launch.failures import Record, WorkerFailure, report, report_parts, signal_name
+from paceline.operate.launch.failures import (
+    Record,
+    WorkerFailure,
+    report,
+    report_parts,
+    shortened,
+    signal_name,
+)
 
 
 def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> WorkerFailure:
@@ -83,3 +90,70 @@ def test_a_consequence_that_comes_alone_is_not_told_as_the_cause():
 
 def test_signals_are_named_and_those_without_a_name_numbered():
     assert (signal_name(11), signal_name(40)) == ("SIGSEGV", "signal 40")
+
+
+WRAPPED = """RuntimeError: Cannot extract tensors from value: {error}
+
+At:
+  /usr/lib/python3/site-packages/torch/autograd/graph.py(979): _engine_run_backward
+  /home/me/train.py(20): <module>
+"""
+
+
+def test_an_error_that_torch_wraps_is_recognized():
+    lost = failure(0, WRAPPED.format(error="PeerLostError: rank 1 (h0, pid 1) died, detected by rank 0"))
+    assert lost.manner == "CONSEQUENCE"
+    assert lost.summary.endswith("from value: PeerLostError: rank 1 (h0, pid 1) died, detected by rank 0")
+    differs = failure(0, WRAPPED.format(error="CollectiveMismatchError: rank 0: the ranks' calls do not match"))
+    assert differs.manner == "MISMATCH"
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("ValueError: bad\n\n  sample", "ValueError: bad sample"),
+        (
+            "torch.AcceleratorError: no kernel\nException raised from launch at a.cpp:1 (most recent call first):\n0",
+            "torch.AcceleratorError: no kernel",
+        ),
+        (
+            "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):"
+            "\n  File ...\nValueError: bad sample",
+            "ValueError: bad sample",
+        ),
+        ("ValueError", "ValueError"),
+    ],
+)
+def test_an_exception_is_summarized_in_one_line(text, summary):
+    assert failure(0, text).summary == summary
+
+
+def test_a_group_of_exceptions_is_summarized_by_itself():
+    text = (
+        "  + Exception Group Traceback (most recent call last):\n  | ExceptionGroup: many (1 sub-exception)\n  +-+----"
+    )
+    record = Record(1.0, "ExceptionGroup", f"{text} 1 ----\n    | ValueError: bad\n    +----\n")
+    assert WorkerFailure(0, 1, 1, 1.0, record).summary == "ExceptionGroup: many (1 sub-exception)"
+
+
+def test_a_long_message_keeps_its_beginning_between_machines():
+    long = failure(1, f"RuntimeError: the models differ{' x' * 2000}", time_s=2.0)
+    (kept,) = (each for each in shortened([long, failure(0, "ValueError: cause")]) if each.rank == 1)
+    assert kept.record is not None and len(kept.record.text) == 1000
+    assert kept.summary.startswith("RuntimeError: the models differ x")
+
+
+def test_a_connection_to_a_child_is_not_one_to_a_rank():
+    error = "ConnectionResetError: [Errno 104] Connection reset by peer"
+    loader = '  File "/usr/lib/python3/site-packages/torch/utils/data/dataloader.py", line 1, in _next_data\n'
+    assert failure(0, error).is_consequence
+    record = Record(1.0, "ConnectionResetError", f"Traceback\n{loader}{error}\n")
+    assert WorkerFailure(0, 1, 1, 1.0, record).manner == "EXCEPTION"
+
+
+def test_an_object_that_was_not_sent_is_a_consequence():
+    text = (
+        "paceline.errors.CollectiveObjectError: rank 0: gather_object: rank 1 could not send its object; see the error"
+    )
+    assert failure(0, f"{text} on that rank. Change what it sends").is_consequence
+    assert not failure(0, "paceline.errors.CollectiveObjectError: rank 0: rank 1 sent a pickle").is_consequence

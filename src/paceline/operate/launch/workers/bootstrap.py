@@ -231,13 +231,15 @@ class _ExceptionRecorder:
 
         if getpid() != self._worker:
             return
-        try:
-            sys.path.insert(0, self._package)
-            from paceline.operate.launch.failures import record_uncaught
+        sys.path.insert(0, self._package)
+        for _ in range(2):  # a signal handler of the script may raise an exception here, as that of a DataLoader does
+            try:
+                from paceline.operate.launch.failures import record_uncaught
 
-            record_uncaught(self._path, error)
-        except Exception:  # the script's own exception must always propagate
-            pass
+                record_uncaught(self._path, error)
+                return
+            except Exception:  # the script's own exception must always propagate
+                pass
 
 
 def _print_uncaught() -> None:

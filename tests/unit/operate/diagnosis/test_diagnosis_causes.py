@@ -1,0 +1,225 @@
+"""Causes that a call alone does not show: keys of stores, errors within errors, abandoned calls, and tags."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from observed_world import IDLE, Planned, loop, play
+
+from paceline.operate.diagnosis.diagnosis import diagnose
+from paceline.operate.diagnosis.finding import Cause, Diagnosis
+from paceline.operate.diagnosis.job_snapshot import (
+    CallSignature,
+    ExitReason,
+    JobSnapshot,
+    ProcessActivity,
+    ProcessState,
+    RankExitStatus,
+    RankState,
+    StackLocation,
+    StoreWait,
+)
+
+_SUM = CallSignature("all_reduce", "float32", 4096, "SUM")
+_STEPS = 8
+
+
+def _loops(ranks: int, steps: int = _STEPS) -> list[list[Planned]]:
+    return [loop([_SUM], steps, marks=False) for _ in range(ranks)]
+
+
+def _between_calls(*like: RankState) -> JobSnapshot:
+    seen = play(_loops(len(like)))
+    ranks = tuple(
+        replace(rank, process=IDLE, place=own.place, store_wait=own.store_wait, ending=own.ending)
+        for rank, own in zip(seen.ranks, like, strict=True)
+    )
+    return replace(seen, ranks=ranks)
+
+
+def _waiter(key: str = "'ready'", count: int = 1) -> RankState:
+    return RankState(0, place=StackLocation("", "train.py:7"), store_wait=StoreWait("get", key, count, 0.5))
+
+
+def _elsewhere(line: str = "train.py:9") -> RankState:
+    return RankState(0, place=StackLocation("", line))
+
+
+def _verdict(snapshot: JobSnapshot) -> Diagnosis:
+    verdict = diagnose(snapshot)
+    assert verdict is not None
+    return verdict
+
+
+def test_an_absent_rank_is_told_with_the_key_it_awaits():
+    seen = play(_loops(3), stopped=(2, 4), like=RankState(2, place=StackLocation("", "train.py:7"), process=IDLE))
+    waiting = replace(seen.ranks[2], store_wait=StoreWait("get", "'ready'", 1, seen.now_s - 14.0))
+    verdict = _verdict(replace(seen, ranks=(*seen.ranks[:2], waiting)))
+    assert (verdict.cause, verdict.blamed) == (Cause.STORE, (2,))
+    assert (
+        "rank 2 has not reached this call: it waits in store.get (train.py:7) for the key 'ready', which no rank"
+        in (verdict.sentence)
+    )
+
+
+def test_an_absent_rank_that_awaits_no_key_is_blamed():
+    plans = [loop([_SUM], 4, marks=False), loop([_SUM], 4, marks=False), loop([_SUM], 5, marks=False)]
+    seen = play(plans)
+    ranks = tuple(
+        replace(rank, ending=None, process=IDLE, place=like.place, store_wait=like.store_wait)
+        for rank, like in zip(seen.ranks[:2], (_waiter(), _elsewhere()), strict=True)
+    )
+    verdict = _verdict(replace(seen, ranks=(*ranks, seen.ranks[2])))
+    assert verdict.blamed == (1,)
+    assert "rank 0 waits in store.get (train.py:7) for the key 'ready'" in verdict.sentence
+
+
+def test_the_rank_that_has_not_set_a_key_is_blamed():
+    verdict = _verdict(_between_calls(_elsewhere(), _waiter(), _waiter()))
+    assert (verdict.cause, verdict.blamed) == (Cause.USER_CODE, (0,))
+    assert verdict.sentence.startswith(
+        "ranks 1, 2 wait in store.get (train.py:7) for the key 'ready', which no rank has set, for "
+    )
+    assert verdict.sentence.endswith("; rank 0 is at train.py:9")
+
+
+def test_work_before_a_key_is_set_is_no_fault():
+    seen = _between_calls(_elsewhere(), _waiter())
+    works = replace(seen.ranks[0], process=ProcessActivity(ProcessState.RUNS, cores=1.0))
+    verdict = _verdict(replace(seen, ranks=(works, seen.ranks[1])))
+    assert (verdict.blamed, verdict.is_fault) == ((0,), False)
+
+
+def test_ranks_that_all_await_keys_are_told_with_them():
+    verdict = _verdict(_between_calls(_waiter("'a', 'b'", 2), _waiter("'c'")))
+    assert (verdict.cause, verdict.blamed) == (Cause.STORE, (0, 1))
+    assert "rank 0 waits in store.get (train.py:7) for the keys 'a', 'b', of which at least one has not been set" in (
+        verdict.sentence
+    )
+    assert "rank 1 waits in store.get (train.py:7) for the key 'c'" in verdict.sentence
+
+
+def test_a_short_wait_for_a_key_is_left_in_peace():
+    seen = _between_calls(_elsewhere(), _waiter())
+    works = replace(seen.ranks[0], process=ProcessActivity(ProcessState.RUNS, cores=1.0))
+    waits = replace(seen.ranks[1], store_wait=StoreWait("get", "'ready'", 1, seen.now_s - 3.0))
+    assert diagnose(replace(seen, ranks=(works, waits))) is None
+
+
+def test_an_exit_during_an_async_call_is_an_early_exit():
+    seen = play(_loops(3), stopped=(2, 5))
+    call = replace(seen.ranks[0].calls[-1], line="train.py:20")
+    left = replace(
+        seen.ranks[2], calls=(*seen.ranks[2].calls, call), ending=RankExitStatus(ExitReason.FINISHED, 1.0, "")
+    )
+    verdict = _verdict(replace(seen, ranks=(*seen.ranks[:2], left)))
+    assert (verdict.cause, verdict.blamed) == (Cause.LEFT, (2,))
+    assert "with exit code 0 before all_reduce(float32, 4096) call 6 (train.py:20) had completed" in verdict.sentence
+
+
+def test_an_abandoned_call_may_have_completed_elsewhere():
+    seen = play(_loops(3), stopped=(2, 5))
+    abandoned = replace(seen.ranks[2].calls[-1], ended_s=None, outcome="")
+    left = replace(
+        seen.ranks[2], calls=(*seen.ranks[2].calls[:-1], abandoned), ending=RankExitStatus(ExitReason.FINISHED, 1.0)
+    )
+    verdict = _verdict(replace(seen, ranks=(*seen.ranks[:2], left)))
+    assert (verdict.cause, verdict.blamed) == (Cause.LEFT, (2,))
+
+
+def test_an_early_exit_counts_before_wrapped_errors():
+    seen = play([loop([_SUM], _STEPS - (rank == 2), marks=False) for rank in range(3)])
+    ending = RankExitStatus(ExitReason.EXCEPTION, 9.0, "RuntimeError: training failed", "train.py:5")
+    ranks = tuple(
+        replace(
+            rank, calls=(*rank.calls[:-1], replace(rank.calls[-1], ended_s=8.0, outcome="peer_lost")), ending=ending
+        )
+        for rank in seen.ranks[:2]
+    )
+    verdict = _verdict(replace(seen, ranks=(*ranks, seen.ranks[2])))
+    assert (verdict.cause, verdict.blamed) == (Cause.LEFT, (2,))
+
+
+def test_ranks_that_raise_the_same_exception_are_named_together():
+    seen = play(_loops(3))
+    ranks = tuple(
+        replace(
+            rank,
+            ending=RankExitStatus(
+                ExitReason.EXCEPTION, 9.0 - rank.rank, f"ValueError: rank {rank.rank} has 3 files", "train.py:5"
+            ),
+        )
+        for rank in seen.ranks
+    )
+    verdict = _verdict(replace(seen, ranks=ranks))
+    assert (verdict.cause, verdict.blamed) == (Cause.EXCEPTION, (0, 1, 2))
+    assert "ranks 0-2 failed in the same way, rank 2 first: ValueError: rank 2 has 3 files (train.py:5)" in (
+        verdict.sentence
+    )
+
+
+def test_another_root_or_reduction_is_told_as_such():
+    for theirs, what in (
+        (CallSignature("broadcast", "float32", 4, root=1), "its root differs"),
+        (CallSignature("broadcast", "float32", 5, root=0), "the number or type of its elements differs"),
+    ):
+        plans = [[Planned(CallSignature("broadcast", "float32", 4, root=0))] for _ in range(3)]
+        plans[2] = [Planned(theirs)]
+        verdict = _verdict(play(plans))
+        assert (verdict.cause, verdict.blamed) == (Cause.OTHER_SHAPE, (2,))
+        assert verdict.sentence.endswith(what)
+    plans = [[Planned(replace(_SUM, reduction="MAX" if rank == 2 else "SUM"))] for rank in range(3)]
+    assert _verdict(play(plans)).sentence.endswith("its reduction differs")
+
+
+def test_each_of_two_ranks_is_told_with_its_call():
+    plans = [[Planned(_SUM)], [Planned(CallSignature("barrier"))]]
+    told = _verdict(play(plans)).sentence
+    assert "rank 0 called all_reduce(float32, 4096) (train.py:88), rank 1 called barrier() (train.py:88)" in told
+
+
+def test_a_crash_in_calls_that_differ_is_a_consequence():
+    plans = _loops(3)
+    plans[2][5] = replace(plans[2][5], header=replace(_SUM, count=77))
+    seen = play(plans)
+    killed = RankExitStatus(ExitReason.KILLED, 9.0, "killed by SIGABRT")
+    ranks = tuple(
+        replace(
+            rank,
+            calls=(*rank.calls[:-1], replace(rank.calls[-1], ended_s=None, outcome="")),
+            ending=killed if rank.rank == 1 else None,
+        )
+        for rank in seen.ranks
+    )
+    verdict = _verdict(replace(seen, ranks=ranks))
+    assert (verdict.cause, verdict.blamed) == (Cause.OTHER_SHAPE, (2,))
+    assert verdict.sentence.endswith("; rank 1 was killed by SIGABRT")
+
+
+def test_a_disagreement_beyond_calls_is_told_with_its_line():
+    seen = play(_loops(2))
+    ending = RankExitStatus(ExitReason.MISMATCH, 9.0, "CollectiveMismatchError: the models differ", "train.py:20")
+    verdict = _verdict(replace(seen, ranks=tuple(replace(rank, ending=ending) for rank in seen.ranks)))
+    assert verdict.sentence == "ranks 0, 1 disagreed (train.py:20): CollectiveMismatchError: the models differ"
+
+
+def test_messages_with_different_tags_are_a_deadlock():
+    seen = play(_loops(2, 1))
+    headers = (
+        CallSignature("send", "float32", 4, peer=1, tag=1),
+        CallSignature("recv", "float32", 4, peer=0, tag=2),
+    )
+    ranks = tuple(
+        replace(
+            rank,
+            calls=(replace(rank.calls[0], header=header, sequence=0, ended_s=None, outcome=""),),
+            ending=None,
+            place=StackLocation("send", "train.py:9", is_call=True),
+        )
+        for rank, header in zip(seen.ranks, headers, strict=True)
+    )
+    verdict = _verdict(replace(seen, ranks=ranks))
+    assert verdict.cause is Cause.DEADLOCK
+    assert "send(float32, 4, peer 1, tag 1)" in verdict.sentence and "tag 2)" in verdict.sentence
+    alike = replace(ranks[1].calls[0], header=replace(headers[1], tag=1))
+    assert diagnose(replace(seen, ranks=(ranks[0], replace(ranks[1], calls=(alike,))))) is None
