@@ -18,7 +18,8 @@ import paceline
 from paceline import errors
 from paceline.operate.diagnosis import worker_process
 from paceline.operate.diagnosis.job_snapshot import Frame, ProcessState
-from paceline.operate.launch.workers import bootstrap, failures
+from paceline.operate.launch import failures
+from paceline.operate.launch.workers import bootstrap
 
 _SITE = "/usr/lib/python3/dist-packages"
 
