@@ -155,7 +155,7 @@ class OwnedProcessGroup:
         if self._ended:
             return True
         self._ended = True
-        if not hasattr(self.group, "shutdown"):
+        if _method(self.group, "shutdown") is None:
             return True
         if run_bounded(self._end, deadline, "shutdown", stopped):
             return True
@@ -164,11 +164,19 @@ class OwnedProcessGroup:
 
     def _end(self) -> None:
         with contextlib.suppress(RuntimeError):  # raised by groups that need no shutdown
-            self.group.shutdown()
+            if (shutdown := _method(self.group, "shutdown")) is not None:
+                shutdown()
 
     def _end_now(self) -> None:
         with contextlib.suppress(RuntimeError):
-            self.group.abort() if hasattr(self.group, "abort") else self.group._abort()
+            if (abort := _method(self.group, "abort")) is not None:
+                abort()
+
+
+def _method(group: Any, name: str) -> Callable[[], object] | None:
+    """Returns a method of a group, or None; in older releases of PyTorch, the name may begin with an underscore."""
+    method: Callable[[], object] | None = getattr(group, name, None) or getattr(group, f"_{name}", None)
+    return method
 
 
 def run_bounded(

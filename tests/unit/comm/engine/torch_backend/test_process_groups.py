@@ -122,6 +122,14 @@ def test_a_group_is_ended_once_and_aborted_if_it_does_not_end():
     gate.set()
 
 
+def test_groups_of_the_oldest_torch_are_shut_down_and_aborted():
+    ends: list[str] = []
+    for end in (lambda group: group.shut_down(time.monotonic() + 60, lambda: False), OwnedProcessGroup.abort):
+        methods = {f"_{name}": lambda name=name: ends.append(name) for name in ("shutdown", "abort")}
+        end(OwnedProcessGroup(SimpleNamespace(**methods), None))
+    assert ends == ["shutdown", "abort"]
+
+
 def test_a_stores_limit_holds_for_all_waiting():
     store = TorchStore(dist.HashStore(), "group/", time.monotonic() + 0.1)
     started = time.monotonic()
