@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 import paceline
 import paceline.horovod as hvd
+from paceline.interop.horovod.call_queue import CallQueue
 
 RANKS = 3
 
@@ -482,3 +484,15 @@ _WORLD = OneWorld(
 @pytest.mark.parametrize("name", _WORLD.programs)
 def test_horovods_calls(name):
     _WORLD.require(RANKS, name)
+
+
+def test_join_allocates_on_the_device_of_the_program_unless_told(monkeypatch):
+    devices: list[int] = []
+    queue = CallQueue(SimpleNamespace(size=lambda: 1))
+    monkeypatch.setattr(queue, "_join", lambda group, device: devices.append(device))
+    queue.join(-1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    queue.join(-1)
+    queue.join(1)
+    assert devices == [-1, 3, 1]

@@ -239,8 +239,11 @@ class CallQueue:
         """Contributes zeros to other ranks' all-reduces until all ranks have joined; returns the rank that joined last.
 
         Args:
-            device: The index of the CUDA device on which to allocate zeros for reductions of CUDA tensors.
+            device: The index of the CUDA device on which to allocate zeros for reductions of CUDA tensors. If negative,
+                the thread's current device, which is the one that the rank's earlier calls used.
         """
+        if device < 0 and torch.cuda.is_initialized():
+            device = torch.cuda.current_device()  # here, because another thread may execute the call
         return self.perform(CallRequest(CallKind.JOIN, [], lambda group: self._join(group, device)))
 
     def close(self) -> None:

@@ -427,7 +427,8 @@ def join(device: int = -1) -> int:
     raise a `CollectiveMismatchError` while a rank is waiting in `join`.
 
     Args:
-        device: The index of the CUDA device on which to allocate the zeros if tensors are on GPUs.
+        device: The index of the CUDA device on which to allocate the zeros if tensors are on GPUs. If negative, the
+            current device.
     """
     return global_process_set.calls().join(device)
 
