@@ -95,6 +95,25 @@ RANK_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "not-all-ranks": [
+        _started("""
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+            sharded = ZeroRedundancyOptimizer(
+                model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1,
+                parameters_as_bucket_view=True, overlap_with_ddp=False,
+            )
+            if rank == 0:
+                sharded.consolidate_state_dict(to=0)  # !
+        """),
+        _script("""
+            import torch
+            import torch.distributed as dist
+            from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+            dist.init_process_group("nccl")
+            model = FSDP(torch.nn.Linear(64, 64))
+            if dist.get_rank() == 0:
+                state = model.state_dict()  # !
+                torch.save(state, "model.pt")
+        """),
         _started("if rank == 0:\n    dist.all_reduce(loss)  # !"),
         _started("if rank < 2:\n    dist.all_reduce(torch.ones(1))  # !"),
         _started("if rank in (0, 1):\n    dist.barrier()  # !"),
@@ -212,6 +231,37 @@ RANK_MISTAKES: dict[str, list[str]] = {
                 dist.broadcast(a, 0)
         """),
     ],
+    "different-group": [
+        _started("""
+            half = world_size // 2
+            if rank < half:
+                group = dist.new_group(list(range(half)))  # !
+            else:
+                group = dist.new_group(list(range(half, world_size)))
+        """),
+        _started("pair = dist.new_group([rank, rank ^ 1])  # !"),
+    ],
+    "same-output": [
+        _started("outputs = [torch.zeros(4)] * world_size\ndist.all_gather(outputs, torch.ones(4))  # !"),
+        _started("dist.gather(loss, [torch.empty_like(loss)] * world_size if rank == 0 else None, dst=0)  # !"),
+    ],
+    "receive-deadlock": [
+        _script("""
+            import torch
+            import torch.distributed as dist
+            import torch.multiprocessing as mp
+            def exchange(rank, tensor):
+                other = torch.empty_like(tensor)
+                dist.recv(other, src=1 - rank)  # !
+                dist.send(tensor, dst=1 - rank)
+            def run(rank, size):
+                dist.init_process_group("gloo", rank=rank, world_size=size)
+                exchange(rank, torch.ones(3))
+            if __name__ == "__main__":
+                mp.spawn(run, args=(2,), nprocs=2)
+        """),
+        _started("dist.recv(loss, (rank - 1) % world_size)  # !\ndist.send(loss, (rank + 1) % world_size)"),
+    ],
     "different-root": [
         _started("dist.broadcast(loss, src=rank)  # !"),
         _started("dist.broadcast_object_list(objects, dist.get_rank())  # !"),
@@ -219,6 +269,22 @@ RANK_MISTAKES: dict[str, list[str]] = {
     "message-to-itself": [_started("if rank == 0:\n    dist.send(loss, 0)  # !")],
     "no-receiver": [_started("if rank == 0:\n    dist.send(loss, 1)  # !")],
     "uneven-loop": [
+        _started("""
+            loader = DataLoader(train_set, 8, sampler=DistributedSampler(train_set, shuffle=False))
+            best, patience = float("inf"), 0
+            for epoch in range(100):
+                total = 0.0
+                for x, y in loader:
+                    loss = nn.functional.mse_loss(model(x), y)
+                    loss.backward()
+                    total += loss.item()
+                if total < best:
+                    best, patience = total, 0
+                else:
+                    patience += 1
+                if patience >= 5:
+                    break  # !
+        """),
         _started("for _ in range(rank + 1):  # !\n    dist.all_reduce(loss)"),
         _started("""
             loader = DataLoader(train_set, 8, sampler=DistributedSampler(train_set))
@@ -510,6 +576,37 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
             loss.backward()  # !
         """),
     ],
+    "never-wrapped": [
+        _script("""
+            import torch
+            import torch.distributed as dist
+            from torch.utils.data import DataLoader, DistributedSampler
+            dist.init_process_group("gloo")
+            sampler = DistributedSampler(train_set)
+            model = torch.nn.Linear(4, 1)
+            for epoch in range(3):
+                sampler.set_epoch(epoch)
+                for x, y in DataLoader(train_set, batch_size=8, sampler=sampler):
+                    (model(x) - y).abs().mean().backward()  # !
+            dist.barrier()
+        """),
+    ],
+    "never-averaged": [
+        _started("""
+            for x in train_set:
+                with model.no_sync():
+                    model(x).sum().backward()  # !
+                optimizer.step()
+        """),
+    ],
+    "different-split": [
+        _started("""
+            torch.manual_seed(42 + rank)
+            kept, rest = torch.utils.data.random_split(train_set, [80, 20])
+            sampler = DistributedSampler(kept, shuffle=False)  # !
+            loader = DataLoader(kept, batch_size=8, sampler=sampler)
+        """),
+    ],
     "wrapped-state-dict": [
         _started("if rank == 0:\n    torch.save(model.state_dict(), 'model.pt')  # !"),
         _started(
@@ -694,6 +791,274 @@ HEALTHY: dict[str, str] = {
         model = wrap(nn.Linear(8, 8))
         for step in range(10):
             model(torch.randn(4, 8)).square().mean().backward()
+    """),
+    "files that the ranks write in turns": _started("""
+        class Runner:
+            def __init__(self):
+                self.master = dist.get_rank() == 0
+            def prepare(self):
+                if not self.master:
+                    dist.barrier()
+                if not os.path.exists("data.txt"):
+                    with open("data.txt", "w") as f:
+                        f.write("done")
+                if self.master:
+                    dist.barrier()
+        Runner().prepare()
+    """),
+    "a function that returns its first result again": _started("""
+        from functools import cache
+        @cache
+        def score(step):
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            return total
+        best = score(3)
+        if rank == 0:
+            print(score(3))
+    """),
+    "a script for one machine": _script("""
+        import argparse
+        import torch
+        import torch.distributed as dist
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--local_rank", type=int)
+        args = parser.parse_args()
+        dist.init_process_group("nccl", rank=args.local_rank)
+        assert args.local_rank == dist.get_rank()
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    """),
+    "an imported function that selects the GPU": _script("""
+        import torch
+        import torch.distributed as dist
+        from project import utils
+        device = utils.get_device()
+        dist.init_process_group("nccl")
+        mask = torch.zeros(4, device="cuda")
+    """),
+    "an imported function that connects the ranks": _script("""
+        import torch
+        from distributed import init_distributed
+        init_distributed(rank, world_size, backend="nccl")
+        model = torch.nn.Linear(4, 1).cuda()
+    """),
+    "ranks that share a GPU through an option's default": _script("""
+        import argparse
+        import torch
+        import torch.distributed as dist
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--backend", default="gloo")
+        args = parser.parse_args()
+        dist.init_process_group(args.backend)
+        model = torch.nn.Linear(4, 1).to("cuda")
+    """),
+    "an output file for each command": _script("""
+        import argparse
+        import torch
+        import torch.distributed as dist
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--rank", type=int)
+        parser.add_argument("--output")
+        args = parser.parse_args()
+        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:2345", world_size=2, rank=args.rank)
+        with open(args.output, "w") as f:
+            f.write("done")
+    """),
+    "a file named after a result of this rank": _script("""
+        import torch
+        from accelerate import Accelerator
+        accelerator = Accelerator()
+        model, loader = accelerator.prepare(torch.nn.Linear(4, 1), load_data())
+        total = 0.0
+        for x in loader:
+            total += model(x).sum().item()
+        torch.save(accelerator.unwrap_model(model).state_dict(), f"loss{total:.4f}.pt")
+    """),
+    "gradients that a hook averages": _script("""
+        import torch
+        import torch.distributed as dist
+        from torch.utils.data import DataLoader, DistributedSampler
+        from project import prepared
+        dist.init_process_group("gloo")
+        sampler = DistributedSampler(train_set)
+        model = prepared(torch.nn.Linear(4, 1))
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for x, y in DataLoader(train_set, batch_size=8, sampler=sampler):
+                (model(x) - y).abs().mean().backward()
+    """),
+    "a model that may be wrapped": _script("""
+        import argparse
+        import os
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        from torch.utils.data import DataLoader, DistributedSampler
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--no_cuda", action="store_true")
+        args = parser.parse_args()
+        args.local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
+        if args.local_rank == -1 or args.no_cuda:
+            args.devices = 0 if args.no_cuda else torch.cuda.device_count()
+        else:
+            dist.init_process_group("nccl")
+            args.devices = 1
+        sampler = DistributedSampler(train_set, shuffle=False)
+        loader = DataLoader(train_set, batch_size=8 * max(1, args.devices), sampler=sampler)
+        model = torch.nn.Linear(4, 1)
+        if args.mode:
+            model = DDP(model)
+        def save(model, path):
+            model_to_save = model.module if hasattr(model, "module") else model
+            torch.save(model_to_save.state_dict(), path)
+        if args.local_rank == 0:
+            save(model, "model.pt")
+            torch.save((model.module if isinstance(model, DDP) else model).state_dict(), "other.pt")
+    """),
+    "a GPU that DeepSpeed selects": _script("""
+        import deepspeed
+        import torch
+        deepspeed.init_distributed()
+        loss = torch.nn.CrossEntropyLoss().cuda()
+        model, optimizer, loader, _ = deepspeed.initialize(model=torch.nn.Linear(4, 1), training_data=load_data())
+    """),
+    "a checkpoint of every rank": _started("""
+        optimizer.load_state_dict(torch.load(path + "_optimizer_{}.pt".format(rank)))
+    """),
+    "a script that is edited for each rank": _script("""
+        import os
+        import torch
+        import torch.distributed as dist
+        os.environ["RANK"] = "0"
+        os.environ["LOCAL_RANK"] = "0"
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        with open("log.txt", "w") as f:
+            f.write("done")
+    """),
+    "a rank that is the local rank": _script("""
+        import argparse
+        import torch
+        import torch.distributed as dist
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--local_rank", type=int)
+        args = parser.parse_args()
+        torch.cuda.set_device(args.local_rank)
+        dist.init_process_group("nccl", world_size=torch.cuda.device_count(), rank=args.local_rank)
+        model = torch.nn.Linear(4, 1).cuda()
+        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[dist.get_rank()])
+    """),
+    "a model that a second test unwraps": _script("""
+        import argparse
+        import torch
+        import torch.distributed as dist
+        parser = argparse.ArgumentParser()
+        args = parser.parse_args()
+        args.distributed = True
+        if args.no_cuda:
+            args.distributed = False
+        dist.init_process_group("gloo")
+        model = torch.nn.Linear(4, 1)
+        if args.distributed:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        if args.distributed:
+            model = model.module
+        if dist.get_rank() == 0:
+            torch.save(model.state_dict(), "model.pt")
+    """),
+    "a rank that asks again": _started("""
+        while True:
+            if rank == 0:
+                text = input()
+                if not text:
+                    continue
+            objects = [text] if rank == 0 else [None]
+            dist.broadcast_object_list(objects, src=0)
+    """),
+    "a command that the processes never run": _script("""
+        import argparse
+        import torch
+        import torch.distributed as dist
+        def worker(rank, args, world):
+            if world > 1:
+                dist.init_process_group("nccl", rank=rank, world_size=world)
+            if args.command == "export":
+                with open(args.path, "wb") as f:
+                    f.write(b"done")
+        if __name__ == "__main__":
+            args = argparse.ArgumentParser().parse_args()
+            world = torch.cuda.device_count()
+            if args.command == "export" or world <= 1:
+                worker(0, args, 1)
+            else:
+                torch.multiprocessing.spawn(worker, args=(args, world), nprocs=world)
+    """),
+    "a tool in a module of a training": _script("""
+        import torch.distributed as dist
+        class Dataset:
+            def share(self):
+                dist.barrier()
+            def export(self):
+                with open("infos.txt", "w") as f:
+                    f.write("done")
+        if __name__ == "__main__":
+            data = Dataset()
+            if data.shared:
+                data.share()
+            data.export()
+    """),
+    "a program that a library starts": _script("""
+        import urllib.request
+        import torch.distributed as dist
+        from project import distributed_utils
+        def evaluate():
+            print(dist.get_rank())
+        if __name__ == "__main__":
+            urllib.request.urlretrieve("https://example.org/data", "data")
+            distributed_utils.call_main(evaluate)
+    """),
+    "counters": _started("""
+        sampler = DistributedSampler(train_set)
+        loader = DataLoader(train_set, 8, sampler=sampler)
+        step, stop = 0, False
+        for epoch in range(100):
+            sampler.set_epoch(epoch)
+            total = torch.zeros(1)
+            for x, y in loader:
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                total += loss.detach()
+                step += 1
+                if step >= 1000:
+                    break
+            dist.all_reduce(total)
+            stop = total.item() < 0.1
+            if stop or step >= 1000:
+                break
+    """),
+    "groups, messages and gradients": _started("""
+        half = world_size // 2
+        for ranks in (list(range(half)), list(range(half, world_size))):
+            group = dist.new_group(ranks)
+        mine = dist.new_group([rank], use_local_synchronization=True)
+        outputs = [torch.zeros(4) for _ in range(world_size)]
+        dist.all_gather(outputs, torch.ones(4))
+        objects = [None] * world_size
+        dist.all_gather_object(objects, rank)
+        if rank == 0:
+            dist.send(loss, 1)
+            dist.recv(loss, world_size - 1)
+        else:
+            dist.recv(loss, rank - 1)
+            dist.send(loss, (rank + 1) % world_size)
+        torch.manual_seed(7 + rank)
+        kept, rest = torch.utils.data.random_split(train_set, [80, 20], generator=torch.Generator().manual_seed(0))
+        loader = DataLoader(kept, 8, sampler=DistributedSampler(kept, shuffle=False))
+        for x, y in loader:
+            with model.no_sync():
+                model(x).sum().backward()
+            model(x).sum().backward()
+            optimizer.step()
     """),
     "a script in one process": _script("""
         import torch

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
 from paceline.cli.doctor.script import library, library_call, training_calls
@@ -64,6 +65,7 @@ class RankInterpreter:
         self.identity = identity
         self.initialized = not has_init
         self.seeded = False  # whether all ranks draw the same random numbers
+        self.seeded_by_rank = False  # whether every rank draws other random numbers
         self.start_method: object = None  # the multiprocessing start method, such as "spawn"
         self.process_count: int | None = None  # number of started processes, if it is a constant
         self.trace = RankTrace(identity.rank)
@@ -78,6 +80,7 @@ class RankInterpreter:
         self._calls: list[ast.AST] = []
         self.entered: set[ast.AST] = set()
         self._functions: list[FunctionObject] = []
+        self._conditions_of_starter: list[PathCondition] = []  # the path to the call that started this process
         self._steps = 0
 
     def run(self) -> RankTrace:
@@ -129,7 +132,7 @@ class RankInterpreter:
             return owner.keywords[name]
         if name == "dataset" and library_call.is_loader(owner) and owner.arguments:
             return owner.arguments[0]
-        value = AbstractValue(shortened(f"{owner.text}.{name}"), receiver=owner, facts=owner.inherited())
+        value = AbstractValue(f"{shortened(owner.text)}.{name}", receiver=owner, facts=owner.inherited())
         owner.attributes[name] = value
         return self._named(name, value)
 
@@ -212,7 +215,8 @@ class RankInterpreter:
                 self.assign(target, self.evaluate(value_node))
             case ast.AugAssign(target=target, op=op, value=value_node):
                 left, right = self.evaluate(target), self.evaluate(value_node)
-                self.assign(target, self._operation(node, op, left, right))
+                result = self._operation(node, op, left, right)
+                self.assign(target, self._changed_by_every_iteration(target, result))
             case ast.For() | ast.AsyncFor():
                 return self._for(node), None
             case ast.While():
@@ -238,7 +242,8 @@ class RankInterpreter:
             case ast.Assert(test=test_node):
                 test = self.evaluate(test_node)
                 self._narrow(test_node)
-                return ({"stop"} if test.is_known and not test.truth() else {"next"}), None
+                fails = test.is_known and not test.truth() and Fact.RANK not in test.facts  # else the job is smaller
+                return ({"stop"} if fails else {"next"}), None
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._define(node, None)
             case ast.ClassDef():
@@ -259,6 +264,14 @@ class RankInterpreter:
                     self.branch(node, AbstractValue("match"), partial(self._block, case.body), lambda: {"next"})
         return {"next"}, None
 
+    def _changed_by_every_iteration(self, target: ast.expr, result: AbstractValue) -> AbstractValue:
+        """Returns the unknown value of a counter, because the body of the loop is interpreted only once."""
+        is_number = any(isinstance(each.constant, (int, float)) for each in result.each())
+        if not self.path.loops or not is_number or result.facts & {Fact.RANK, Fact.WORLD_RANGE}:
+            return result
+        text = shortened(f"{ast.unparse(target)} after some iterations")
+        return AbstractValue(text, facts=result.inherited() | {Fact.OPAQUE}, arguments=(result,))
+
     def _narrow(self, test: ast.expr) -> None:
         """Records that a value is false after `assert not value`."""
         match test:
@@ -268,6 +281,22 @@ class RankInterpreter:
             case ast.UnaryOp(op=ast.Not(), operand=ast.Name() | ast.Attribute() as operand):
                 if self.evaluate(operand).truth() is None:
                     self.assign(operand, known(False))
+
+    def _narrow_wrapped(self, test: ast.expr, outcome: bool) -> None:
+        """Restricts a model that may be wrapped to the alternatives that `hasattr` or `isinstance` leave."""
+        match test:
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                self._narrow_wrapped(operand, not outcome)
+            case ast.Call(func=ast.Name(id="hasattr"), args=[ast.Name() as model, ast.Constant(value="module")]):
+                self._keep(model, outcome)
+            case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name() as model, kind]):
+                if library_call.qualified_name(kind).rpartition(".")[2] in training_calls.WRAPPERS:
+                    self._keep(model, outcome)
+
+    def _keep(self, model: ast.Name, is_wrapped: bool) -> None:
+        kept = [each for each in self.lookup(model.id).alternatives if (each.wraps is not None) is is_wrapped]
+        if kept:
+            self.assign(model, either(kept))
 
     def _condition(self, node: ast.AST, test: AbstractValue, outcome: bool) -> PathCondition:
         return PathCondition(node, test.text, outcome, test.facts, test.is_known)
@@ -281,6 +310,8 @@ class RankInterpreter:
         that branch.
         """
         truth = test.truth()
+        if truth is None and not test.is_computed_by_a_call:  # a test around this one may have decided it
+            truth = next((each.outcome for each in self._decided() if each.text == test.text), None)
         if truth is not None:
             return self._arm(self._condition(node, test, truth), then if truth else otherwise), None
         flows: list[Flow] = []
@@ -292,14 +323,25 @@ class RankInterpreter:
             flows.append(flow)
             if flow & {"next", "continue", "break"}:
                 assignments.append(assigned)
-        self._log.merge(assignments)
+        self._log.merge(assignments, test.facts & {Fact.PER_RANK, Fact.CLOCK})
         continuing = ["next" in flow for flow in flows]
         condition = self._condition(node, test, continuing[0]) if sum(continuing) == 1 else None
         return flows[0] | flows[1], condition
 
+    def _decided(self) -> Iterator[PathCondition]:
+        """Yields the tests on the path to here, and the operands of `and` and `or` that their outcomes determine."""
+        for condition in [*self._conditions_of_starter, *self.path.conditions]:
+            yield condition
+            test = getattr(condition.node, "test", None)
+            if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is condition.outcome:
+                word = " and " if condition.outcome else " or "
+                yield from (replace(condition, text=part) for part in condition.text.split(word))
+
     def _arm(self, condition: PathCondition, run: Callable[[], Flow]) -> Flow:
         depth = len(self.path.conditions)
         self.path.conditions.append(condition)
+        if isinstance(condition.node, (ast.If, ast.IfExp)):
+            self._narrow_wrapped(condition.node.test, condition.outcome)
         try:
             return run()
         except ExitError:
@@ -361,17 +403,18 @@ class RankInterpreter:
         return (flow - {"break", "continue", "next"}) | (set() if endless else {"next"})
 
     def _with(self, node: ast.With | ast.AsyncWith) -> Flow:
-        without_gradients, locks = self.path.without_gradients, self.path.locks
+        contexts = self.path.without_gradients, self.path.without_averages, self.path.locks
         for item in node.items:
             value = self.evaluate(item.context_expr)
             self.path.without_gradients += library_call.disables_gradients(value)
+            self.path.without_averages += library_call.skips_averages(value)
             self.path.locks += library_call.orders_ranks(value)
             if value.instance_of is not None:
                 self.call(self.attribute(value, "__enter__"), [], {}, node)
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, value)
         flow = self._block(node.body)
-        self.path.without_gradients, self.path.locks = without_gradients, locks
+        self.path.without_gradients, self.path.without_averages, self.path.locks = contexts
         return flow
 
     def _try(self, node: ast.Try) -> Flow:
@@ -494,12 +537,16 @@ class RankInterpreter:
         node: ast.AST,
     ) -> AbstractValue:
         """Interprets a call to a function of the script."""
+        is_repeated = function.node in self.entered
         self.entered.add(function.node)
         name = getattr(function.node, "name", "lambda")
         result = AbstractValue(f"{name}()", facts=inherited_facts([*arguments, *keywords.values()]))
         if self._calls.count(function.node) > 1 or len(self._calls) >= _DEEPEST_CALL or self.trace.truncated:
             return result
-        once = any(each.rpartition(".")[2] in _RUN_ONCE for each in function.decorators)
+        names = {each.rpartition(".")[2] for each in function.decorators}
+        if is_repeated and names & {"cache", "lru_cache"}:
+            return result  # perhaps without another execution of the function
+        once = bool(names & _RUN_ONCE)
         if once and self.identity.rank != 0:
             return known(None, frozenset({Fact.RANK}))
         frame = self._scopes, self._globals, self._returns, self.path.outer_loops, self.path.without_gradients
@@ -622,7 +669,11 @@ class RankInterpreter:
             training_calls.note_use(self, operand, node)
         if isinstance(op, ast.Div) and right.text.startswith("len("):
             self.path.record("ratio", "/", node, right)
-        return arithmetic(op, left, right)
+        result = arithmetic(op, left, right)
+        for items in (left.items, right.items):
+            if isinstance(op, ast.Mult) and items is not None and len(items) == 1 and not items[0].is_known:
+                result.called = "repeated list"
+        return result
 
     def _boolean(self, node: ast.BoolOp) -> AbstractValue:
         """Evaluates `and` or `or`. Later operands are interpreted only if the earlier ones do not decide the result."""
@@ -686,6 +737,7 @@ class RankInterpreter:
     def process(self, phase: Phase) -> Iterator[None]:
         """Interprets the code in the `with` block as the code of another process."""
         outer = self.path.phase, self.initialized, self.path.conditions, self.path.loops, self.path.outer_loops
+        starter, self._conditions_of_starter = self._conditions_of_starter, self.path.conditions
         if self.path.phase != "uncalled":
             self.path.phase = phase
             self.initialized = False
@@ -696,6 +748,7 @@ class RankInterpreter:
             pass
         finally:
             self.path.phase, self.initialized, self.path.conditions, self.path.loops, self.path.outer_loops = outer
+            self._conditions_of_starter = starter
 
 
 def _append(results: list[AbstractValue], value_of: Callable[[], AbstractValue]) -> Callable[[], Flow]:

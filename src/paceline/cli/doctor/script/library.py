@@ -43,11 +43,16 @@ _COLLECTIVES = {
 _ONLY_THE_ROOT_RECEIVES = {"reduce", "gather", "gather_object"}
 _ROOTS = {"broadcast": 1, "reduce": 1, "broadcast_object_list": 1, "gather": 2, "scatter": 2, "scatter_object_list": 2}
 _PEERS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
-_COLLECTIVE_METHODS = {"wait_for_everyone", "gather_for_metrics"}
+_COLLECTIVE_METHODS = {
+    "wait_for_everyone", "gather_for_metrics", "consolidate_state_dict", "full_optim_state_dict", "optim_state_dict",
+    "sharded_optim_state_dict",
+}  # fmt: skip
 _SETUP = re.compile(r"(init|setup|set_up|start|launch)\w*(dist|process_group|ddp)|(dist|ddp)\w*_(init|setup)", re.I)
 _GROUP_NAME = re.compile(r"(group|mesh|pg|comm|subgroup|ranks)s?(\b|_|\[|\()", re.I)
+_DEVICE = re.compile(r"device|cuda|gpu", re.I)
 _LAUNCHERS = {
     "launch", "notebook_launcher", "notebook_launch", "launch_distributed", "elastic_launch", "run_distributed",
+    "call_main",
 }  # fmt: skip
 _SPAWNING_MODULES = COMMUNICATORS | {"torch.multiprocessing", "mp", "xmp"}
 
@@ -77,7 +82,8 @@ def communicate(call: LibraryCall) -> AbstractValue | None:
     is_horovod = call.module.endswith(("hvd", "horovod", "horovod.torch"))
     if is_horovod and call.name in ("size", "local_size"):
         return call.interpreter.identity.number_named("world_size" if call.name == "size" else "local_size")
-    is_initializer = call.name in INITIALIZERS and call.module in COMMUNICATORS | {"deepspeed", "deepspeed.comm"}
+    modules = COMMUNICATORS if call.name == "init_process_group" else {"deepspeed", "deepspeed.comm"}
+    is_initializer = call.name in INITIALIZERS and call.module in modules
     if is_initializer or (call.name == "init" and is_horovod) or call.name in ("Accelerator", "Fabric"):
         _initialize(call)
     elif _SETUP.search(call.name) and is_module(call.callee):
@@ -98,7 +104,7 @@ def _initialize(call: LibraryCall) -> None:
     backend, rank = call.argument(0, "backend"), call.keywords.get("rank")
     is_only_rank = rank is not None and isinstance(rank.constant, int) and not rank.facts
     is_alone = is_only_rank or (backend is not None and backend.constant == "fake")
-    call.record("init", "alone" if is_alone else call.name, backend)
+    call.record("init", "alone" if is_alone else call.name, backend, rank)
 
 
 def _send_or_receive(call: LibraryCall) -> AbstractValue:
@@ -115,8 +121,16 @@ def _collective(call: LibraryCall) -> AbstractValue:
     flags = [*call.arguments[1:], call.keywords.get("async_op")]
     is_async = any(flag is not None and flag.constant is True for flag in flags)
     work = _asynchronous(call) if is_async else None
-    call.record("collective", call.name, root, work, _in_group(call, 1))
-    if call.name not in _ONLY_THE_ROOT_RECEIVES and call.arguments:
+    in_group = _in_group(call, 1)
+    if call.name == "new_group":
+        local = call.keywords.get("use_local_synchronization")
+        in_group = local is not None and local.truth() is not False
+        call.record("new_group", call.name, call.argument(0, "ranks"), in_group=in_group)
+    call.record("collective", call.name, root, work, in_group)
+    outputs = call.argument(1 if call.name == "gather" else 0, "gather_list", "tensor_list", "output_tensor_list")
+    if call.name in ("all_gather", "gather") and outputs is not None and outputs.called == "repeated list":
+        call.record("shared_outputs", call.name, outputs)
+    if call.name not in _ONLY_THE_ROOT_RECEIVES | {"new_group"} and call.arguments:
         call.arguments[0].make_equal_on_all_ranks(call.line)
     facts = inherited_facts(call.arguments[:1])
     return work or AbstractValue(f"{call.name} of line {call.line}", facts=facts, called=call.path)
@@ -293,6 +307,10 @@ def _unknown(call: LibraryCall) -> AbstractValue:
                 call.node, AbstractValue(f"{call.name} calls the function"),
                 partial(_callback, call, value), lambda: {"next"},
             )  # fmt: skip
+    if call.path == "deepspeed.initialize":
+        call.record("set_device", "imported")
+    if _DEVICE.search(call.name) and is_module(call.callee) and not call.path.startswith("torch."):
+        call.record("set_device", "imported")
     if call.name in _CLOCKS:
         facts |= {Fact.CLOCK, Fact.PER_RANK}
     seeded = call.interpreter.seeded
@@ -300,6 +318,10 @@ def _unknown(call: LibraryCall) -> AbstractValue:
         facts |= {Fact.PER_RANK}
     if call.name in ("manual_seed", "seed", "seed_everything", "set_seed", "manual_seed_all"):
         call.interpreter.seeded = not facts & {Fact.RANK, Fact.PERHAPS_RANK}
+        if call.module != "numpy.random":
+            call.interpreter.seeded_by_rank = Fact.RANK in facts and call.module.startswith("torch")
+    if call.name == "random_split" and call.interpreter.seeded_by_rank and call.argument(2, "generator") is None:
+        facts |= {Fact.PER_RANK}
     if call.name in _FINITENESS:
         facts |= {Fact.FINITENESS}
     if _REDUCES.search(call.name):

@@ -86,6 +86,7 @@ COMMUNICATORS = {
     "torch.distributed", "paceline", "dist", "distributed", "torch.distributed.distributed_c10d", "hvd", "horovod",
     "horovod.torch", "paceline.horovod", "torch.distributed.checkpoint",
 }  # fmt: skip
+_PREPARES = {"prepare", "prepare_data_loader", "setup_dataloaders"}  # of Accelerator and Fabric
 INITIALIZERS = {"init_process_group", "init_distributed"}
 _ORDERS_RANKS = re.compile(r"zero|first|main|master|rank|lock|join|once|sequential", re.I)
 
@@ -143,6 +144,8 @@ def loaders_in(value: AbstractValue) -> list[AbstractValue]:
 
 def is_different_on_each_rank(iterable: AbstractValue) -> bool:
     """Returns True if the items of an iterable are samples that only this rank reads."""
+    if any(each.called_name in _PREPARES for each in iterable.sources()):
+        return True
     for loader in loaders_in(iterable):
         sampler, shuffle = sampler_of(loader), loader.keywords.get("shuffle")
         if (sampler is not None and sampler.is_none() is not True) or (shuffle is not None and shuffle.truth()):
@@ -153,6 +156,12 @@ def is_different_on_each_rank(iterable: AbstractValue) -> bool:
 def disables_gradients(value: AbstractValue) -> bool:
     """Returns True if a context manager disables gradients, as in evaluation."""
     return "no_grad" in value.text or "inference_mode" in value.text
+
+
+def skips_averages(value: AbstractValue) -> bool:
+    """Returns True if the context manager is `no_sync` of a wrapped model."""
+    owner = value.receiver
+    return value.called_name == "no_sync" and owner is not None and owner.wraps is not None
 
 
 def orders_ranks(value: AbstractValue) -> bool:

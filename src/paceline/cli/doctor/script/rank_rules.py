@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 
 from paceline.cli.doctor import Confidence, Diagnostic
@@ -78,6 +79,37 @@ def _orders(job: JobTrace) -> Iterator[Diagnostic]:
             return
 
 
+def groups(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports groups that the ranks create with different members."""
+    sequences = [[each for each in job.of(trace, "new_group") if not each.in_group] for trace in job.traces]
+    for events in zip(*sequences, strict=False):
+        members = [event.subject for event in events]
+        if any(each is None for each in members):
+            continue
+        known = [each for each in members if each is not None]
+        sets = [frozenset(item.constant if item.is_known else item.text for item in each.items or ()) or each.text
+                for each in known]  # fmt: skip
+        other = next((rank for rank, each in enumerate(sets) if each != sets[0]), None)
+        if other is None:
+            continue
+        reason = f"the group has the ranks {known[0].text} on rank 0, but {known[other].text} on rank {other}"
+        fix = "create all groups on all ranks in the same order, and use the one that contains the rank"
+        uncertain = any(Fact.PERHAPS_RANK in each.facts for each in known)
+        uncertain |= any(not each.is_known for event in events for each in event.conditions)
+        confidence = job.confidence(events[0], unless=uncertain)
+        yield found(events[0], "different-group", "new_group() with different ranks", reason, fix, confidence)
+        return
+
+
+def shared_outputs(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports lists of outputs that contain the same tensor several times."""
+    for ranks in job.by_node("shared_outputs"):
+        event = first(ranks)
+        reason = "the list contains the same tensor several times, so every entry is overwritten by the last result"
+        fix = "create one tensor per rank: [torch.empty_like(tensor) for _ in range(dist.get_world_size())]"
+        yield found(event, "same-output", f"{event.name}() into [tensor] * n", reason, fix, job.confidence(event))
+
+
 def roots(job: JobTrace) -> Iterator[Diagnostic]:
     """Reports collectives whose root is not the same on all ranks."""
     for ranks in job.by_node("collective"):
@@ -124,6 +156,46 @@ def messages(job: JobTrace) -> Iterator[Diagnostic]:
             break
 
 
+def deadlocks(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports ranks that wait for messages of each other, because all of them receive before they send."""
+    sequences = [list(job.of(trace, "message")) for trace in job.traces]
+    for event in (each for events in sequences for each in events):
+        is_certain = event.subject is not None and isinstance(event.subject.constant, int)
+        if not is_certain or event.in_group or any(not each.is_known for each in event.conditions):
+            return
+    positions, sent = [0] * len(sequences), Counter[tuple[int, object]]()
+    waits_for: dict[int, object] = {}
+    progress = True
+    while progress:
+        progress = False
+        waits_for.clear()
+        for rank, events in enumerate(sequences):
+            while positions[rank] < len(events):
+                event = events[positions[rank]]
+                peer = event.subject.constant if event.subject is not None else None
+                if event.name.endswith("send"):
+                    sent[rank, peer] += 1
+                elif event.name == "recv" and isinstance(peer, int):
+                    if not sent[peer, rank]:
+                        waits_for[rank] = peer
+                        break
+                    sent[peer, rank] -= 1
+                positions[rank] += 1
+                progress = True
+    for start in waits_for:
+        chain = [start]
+        while (after := waits_for.get(chain[-1])) is not None and after not in chain:
+            assert isinstance(after, int)
+            chain.append(after)
+        if after == start:
+            event = sequences[start][positions[start]]
+            places = ", ".join(f"rank {rank} for rank {waits_for[rank]}" for rank in chain[:3])
+            reason = f"the ranks wait for each other before they send: {places}"
+            fix = "let one of them send first, or use isend or batch_isend_irecv"
+            yield found(event, "receive-deadlock", "recv() before send()", reason, fix, job.confidence(event))
+            return
+
+
 def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
     """Reports loops with collectives or backward passes that some ranks may leave before the others."""
     for ranks in job.by_node("leave"):
@@ -134,7 +206,9 @@ def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
             if loop in each.loops and not each.in_group
         ]  # fmt: skip
         if event.name == "continue":
-            inside = [each for each in inside if each.line > event.line]
+            later = [each for each in inside if each.line > event.line]
+            is_endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant)
+            inside = [] if is_endless and len(later) == len(inside) else later  # the rank tries again, others wait
         if event.guarded or not inside:
             continue
         present = [bool(events) for events in ranks]
@@ -202,9 +276,11 @@ def files(job: JobTrace) -> Iterator[Diagnostic]:
         if not _same_machine(job, writers) or not _same_file([events[0] for events in ranks if events]):
             continue
         uncertain = event.guarded or any(each.depends_on_the_rank for each in event.conditions if not each.is_known)
+        uncertain |= _is_ordered(job, event)
         every = "all ranks" if len(writers) == len(job.traces) else who(writers, len(job.traces))
         if event.kind == "write":
             uncertain |= event.node in emptied or '"a' in event.name or _precedes_init(job, event)
+            uncertain |= _has_own_arguments(job, event)
             reason = f"{every} write the same file at the same time, and the result may be damaged"
             fix = "write if dist.get_rank() == 0: before it, and call dist.barrier() before a rank reads the file"
             name = "all-ranks-save"
@@ -215,7 +291,6 @@ def files(job: JobTrace) -> Iterator[Diagnostic]:
             fix = "pass exist_ok=True"
             name = "all-ranks-mkdir"
         else:
-            uncertain |= _is_ordered(job, event)
             reason = f"{every} download the same files at the same time, and the result may be damaged"
             fix = "download on rank 0 only, then call dist.barrier(), and read the files on all ranks"
             name = "all-ranks-download"
@@ -244,6 +319,16 @@ def _same_file(events: list[TraceEvent]) -> bool:
     return len({path.text for path in paths}) <= 1
 
 
+def _has_own_arguments(job: JobTrace, event: TraceEvent) -> bool:
+    """Returns True if the path is an argument of a script whose rank is an argument too, so that both may differ."""
+    for init in job.of(job.traces[0], "init"):
+        owner = init.result.called.rpartition(".")[0] if init.result is not None else ""
+        path = event.subject
+        if "parse_args" in owner and path is not None and any(owner in each.text for each in path.sources()):
+            return True
+    return False
+
+
 def _precedes_init(job: JobTrace, event: TraceEvent) -> bool:
     """Returns True if an event occurs before the ranks are connected."""
     for each in job.of(job.traces[0], "init", event.kind):
@@ -255,12 +340,12 @@ def _precedes_init(job: JobTrace, event: TraceEvent) -> bool:
 
 
 def _is_ordered(job: JobTrace, event: TraceEvent) -> bool:
-    """Returns True if some ranks download before the others, for example because of a barrier."""
+    """Returns True if some ranks reach an event before the others, for example because of a barrier."""
     before = []
     for trace in job.traces:
-        events = list(job.of(trace, "collective", "download"))
+        events = list(job.of(trace, "collective", event.kind))
         position = next((number for number, each in enumerate(events) if each.node is event.node), len(events))
-        before.append([each.name for each in events[:position]])
+        before.append([each.name for each in events[:position] if each.kind in ("collective", "download")])
     return any(each != before[0] for each in before)
 
 
@@ -330,4 +415,7 @@ def processes(job: JobTrace) -> Iterator[Diagnostic]:
             yield found(event, "spawn-target", f"{event.name}() of {what}", reason, fix)
 
 
-RULES = (collectives, roots, messages, uneven_loops, uneven_ranges, files, initialization, waits, processes)
+RULES = (
+    collectives, groups, shared_outputs, roots, messages, deadlocks, uneven_loops, uneven_ranges, files,
+    initialization, waits, processes,
+)  # fmt: skip

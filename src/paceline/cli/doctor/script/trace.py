@@ -14,7 +14,7 @@ from paceline.cli.doctor.script.value import AbstractValue, Fact
 EventKind = Literal[
     "init", "collective", "message", "wrap", "write", "directory", "download", "load", "load_state", "device",
     "set_device", "visible_devices", "sampler", "loader", "iterate", "leave", "backward", "change",
-    "race", "spawn", "fork", "rpc", "query", "ratio",
+    "race", "spawn", "fork", "rpc", "query", "ratio", "new_group", "shared_outputs",
 ]  # fmt: skip
 Phase = Literal["script", "worker", "uncalled"]
 """Whether an event occurs in the script itself, in a process that it starts, or in a function that it does not call."""
@@ -86,6 +86,7 @@ class ExecutionPath:
     loops: list[tuple[ast.AST, int]] = field(default_factory=list)  # each with the number of conditions around it
     outer_loops: int = 0  # the number of loops around the current function
     without_gradients: int = 0  # the number of contexts that disable gradients
+    without_averages: int = 0  # the number of contexts that skip the average of the gradients
     evaluates: bool = False  # whether a model is in evaluation mode
     locks: int = 0  # the number of contexts that run the ranks one after another
 
@@ -144,6 +145,7 @@ class JobTrace:
         everywhere = not ranks_with_init or len(ranks_with_init) == len(self.traces)
         truncated = any(trace.truncated for trace in self.traces)
         everywhere &= not any(event.kind == "init" and event.name == "alone" for event in events)
+        everywhere &= any(event.kind in ("init", "query", "wrap") and event.phase == self.phase for event in events)
         self.is_certain = everywhere and not truncated and not any(event.kind == "rpc" for event in events)
 
     @property

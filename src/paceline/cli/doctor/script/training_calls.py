@@ -54,7 +54,10 @@ def note_assignment(interpreter: RankInterpreter, owner: AbstractValue, value: A
 def note_environment(
     interpreter: RankInterpreter, owner: AbstractValue, key: AbstractValue, value: AbstractValue, node: ast.AST
 ) -> None:
-    """Records an event if the script selects the visible GPUs."""
+    """Records an event if the script selects the visible GPUs, or if it is written for one rank."""
+    is_constant = value.is_known and not value.facts
+    if owner.last_name == "environ" and key.constant in ("RANK", "LOCAL_RANK") and is_constant:
+        interpreter.path.record("init", "alone", node)
     if owner.last_name == "environ" and key.constant == "CUDA_VISIBLE_DEVICES":
         interpreter.path.record("visible_devices", "CUDA_VISIBLE_DEVICES", node, value)
 
@@ -220,8 +223,9 @@ def call_method(call: LibraryCall) -> AbstractValue | None:
         return _forward(call)
     if call.name == "backward":
         loss = owner if owner is not None and owner.inherited() else call.argument(0) or owner
-        call.record("backward", call.name, loss)
-        if loss is not None and Fact.REPLICA_OUTPUT in loss.facts:
+        skips = call.interpreter.path.without_averages > 0
+        call.record("backward", "backward in no_sync" if skips else call.name, loss)
+        if loss is not None and Fact.REPLICA_OUTPUT in loss.facts and not skips:
             call.record("collective", call.name)  # the gradients are averaged
         return known(None)
     if owner is None or is_module(call.callee):
@@ -244,7 +248,11 @@ def call_method(call: LibraryCall) -> AbstractValue | None:
         call.record("change", f"{call.name}()", owner)
     if call.name == "state_dict" and owner.wraps is not None:
         called = "wrapped state" if owner.called == "wrapping" else "sharded state"
-        return AbstractValue(f"{owner.text}.state_dict()", called=called, receiver=owner)
+        if owner.called == "sharding" and owner.text.startswith(("FullyShardedDataParallel", "FSDP")):
+            call.record("collective", call.name)  # gathers the parameters
+        conditions = call.interpreter.path.conditions
+        several = bool(conditions) and conditions[-1].node is call.node
+        return AbstractValue(f"{owner.text}.state_dict()", called=called, receiver=owner, is_alternative=several)
     if call.name == "load_state_dict":
         is_wrapped = any(each.wraps is not None for each in owner.each())
         call.record("load_state", "wrapped" if is_wrapped else "plain", owner, call.argument(0, "state_dict"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 
 from paceline.cli.doctor import Diagnostic
@@ -117,6 +118,7 @@ def samplers(job: JobTrace) -> Iterator[Diagnostic]:
         ]
         if sampler is None or not used:
             continue
+        yield from _split(job, event, sampler)
         shuffle = _keyword(sampler, "shuffle", 3)
         shuffles = shuffle is None or shuffle.truth() is not False
         iterations = [each for loader in used for each in _iterations(job, loader)]
@@ -132,6 +134,21 @@ def samplers(job: JobTrace) -> Iterator[Diagnostic]:
             yield found(event, "no-set-epoch", "DistributedSampler without set_epoch", reason, fix, confidence)
         for loader in used:
             yield from _evaluation(job, sampler, loader, shuffles)
+
+
+def _split(job: JobTrace, event: TraceEvent, sampler: AbstractValue) -> Iterator[Diagnostic]:
+    data = _keyword(sampler, "dataset", 0)
+    for part in data.sources(2) if data is not None else ():
+        if part.called_name == "random_split" and Fact.PER_RANK in part.facts:
+            line = getattr(part.node, "lineno", 0)
+            reason = (
+                f"random_split() on line {line} draws other samples on every rank, because the seed depends on the"
+                " rank; samples of the validation set of one rank are in the training set of another"
+            )
+            fix = "pass generator=torch.Generator().manual_seed(0) to random_split()"
+            confidence = job.confidence(event)
+            yield found(event, "different-split", "a split that differs between the ranks", reason, fix, confidence)
+            return
 
 
 def _evaluation(job: JobTrace, sampler: AbstractValue, loader: AbstractValue, shuffles: bool) -> Iterator[Diagnostic]:
@@ -177,6 +194,9 @@ def models(job: JobTrace) -> Iterator[Diagnostic]:
             reason = "the forward pass did not use the wrapper, so the gradients are not averaged"
             fix = "call the wrapped model instead of the module inside it"
             yield found(event, "not-wrapped", "backward() of the inner module", reason, fix, job.confidence(event))
+    yield from _averages(job)
+    yield from _never_wrapped(job)
+    unwraps = any(isinstance(each, ast.Attribute) and each.attr == "module" for each in ast.walk(job.tree))
     loads = [event for trace in job.traces for event in trace.of("load_state") if event.name == "wrapped"]
     for ranks in job.by_node("write"):
         event = first(ranks)
@@ -188,13 +208,65 @@ def models(job: JobTrace) -> Iterator[Diagnostic]:
         if wrapper.called == "wrapped state" and wrapper.receiver is not None:
             wrapper, seen = wrapper.receiver, "state_dict() of the wrapper"
             reason = 'the names begin with "module.", so a model that is not wrapped cannot load them'
-        confidence = job.confidence(event, unless=bool(loads) or wrapper.escaped)
+        perhaps_unwrapped = unwraps and event.result.is_alternative
+        confidence = job.confidence(event, unless=bool(loads) or wrapper.escaped or perhaps_unwrapped)
         yield found(event, "wrapped-state-dict", seen, reason, fix, confidence)
+
+
+def _averages(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports models whose gradients are never averaged, because `no_sync` surrounds every backward pass."""
+    passes = [event for trace in job.traces for event in trace.of("backward")]
+    event = next(iter(passes), None)
+    if event is not None and all(each.name != "backward" for each in passes):
+        reason = "no_sync() surrounds every backward pass, so the gradients are never averaged"
+        fix = "leave no_sync() for the last backward pass before optimizer.step()"
+        reduces = any(each.name.startswith("all_reduce") for trace in job.traces for each in trace.of("collective"))
+        confidence = job.confidence(event, unless=reduces or any(not each.is_known for each in event.conditions))
+        yield found(event, "never-averaged", "backward() in no_sync()", reason, fix, confidence)
+
+
+_KNOWN_LIBRARIES = {
+    "torch", "torchvision", "torchaudio", "numpy", "sklearn", "tqdm", "PIL", "matplotlib", "tensorboardX", "pandas",
+    "yaml", "scipy",
+}  # fmt: skip
+_MAY_AVERAGE = re.compile(r"parallel|shard|reduce|gather|hook|average|sync|prepare|distributed_?optimizer", re.I)
+
+
+def _never_wrapped(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports models that are trained on different samples by every rank and whose gradients nothing averages."""
+    events = [event for trace in job.traces for event in trace.of("wrap", "collective", "message", "rpc")]
+    if not job.initializes_itself or any(event.name not in ("barrier", "broadcast") for event in events):
+        return
+    names = {each.attr if isinstance(each, ast.Attribute) else each.id for each in ast.walk(job.tree)
+             if isinstance(each, (ast.Attribute, ast.Name))}  # fmt: skip
+    modules = {alias.name for each in ast.walk(job.tree) if isinstance(each, ast.Import) for alias in each.names}
+    modules |= {each.module or "." for each in ast.walk(job.tree) if isinstance(each, ast.ImportFrom)}
+    roots = {each.partition(".")[0] for each in modules}
+    if not roots <= _KNOWN_LIBRARIES | sys.stdlib_module_names or any(map(_MAY_AVERAGE.search, names)):
+        return  # other code may average the gradients
+    loops = {
+        event.node for event in job.of(job.traces[0], "iterate") if event.subject is not None
+        for loader in library_call.loaders_in(event.subject)
+        if (sampler := library_call.sampler_of(loader)) is not None and sampler.called_name == "DistributedSampler"
+    }  # fmt: skip
+    for event in job.of(job.traces[0], "backward"):
+        if loops & set(event.loops):
+            reason = "every rank computes gradients of other samples and nothing averages them, so the models differ"
+            fix = "wrap the model: model = DistributedDataParallel(model)"
+            yield found(event, "never-wrapped", "backward() of a model that is not wrapped", reason, fix,
+                        job.confidence(event))  # fmt: skip
+            return
 
 
 def _uses_cpu_backend(job: JobTrace) -> bool:
     """Returns True if the script selects a CPU backend, which allows ranks to share a GPU."""
     backends = {event.subject.constant for event in job.of(job.traces[0], "init") if event.subject is not None}
+    for node in ast.walk(job.tree):
+        if isinstance(node, ast.Call) and library_call.qualified_name(node).endswith("add_argument"):
+            names = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            values = [each.value for each in node.keywords if each.arg == "default"]
+            if any("backend" in str(name) for name in names):
+                backends |= {each.value for each in values if isinstance(each, ast.Constant)}
     return bool(backends & {"gloo", "mpi", "tcp"})
 
 
@@ -209,6 +281,8 @@ def checkpoints(job: JobTrace) -> Iterator[Diagnostic]:
         event = first(ranks)
         if not all(ranks) or event.result is None:
             continue
+        if len({each.subject.text for events in ranks for each in events[:1] if each.subject is not None}) > 1:
+            continue  # every rank loads the file that it has saved
         is_restored = any(each.node is event.node for each in restored)
         is_state = is_restored or (on_gpus and _STATE.search(ast.unparse(event.node)) is not None)
         on_cpus = not on_gpus and _uses_cpu_backend(job)
@@ -226,6 +300,10 @@ def devices(job: JobTrace) -> Iterator[Diagnostic]:
     fixed_by_launcher = any(True for trace in job.traces for _ in trace.of("visible_devices"))
     selects |= any(event.name in ("imported", "Accelerator", "Fabric") for event in inits)
     uncertain = not job.initializes_itself
+    on_one_machine = any(
+        event.result is not None and event.result.is_known and event.result.constant != trace.rank
+        for trace in job.traces for event in job.of(trace, "init")
+    )  # fmt: skip
     places = [(first(ranks), _indices(ranks)) for ranks in job.by_node("device", "set_device")]
     fixed = {indices[0] for _, indices in places if indices and len(set(indices)) == 1}
     uncertain |= fixed_by_launcher or len(fixed - {"cuda"}) > 1  # several GPUs: the model may be divided among them
@@ -247,7 +325,9 @@ def devices(job: JobTrace) -> Iterator[Diagnostic]:
             reason = "the rank counts all machines, so the second machine has no GPU with this number"
             local = 'use int(os.environ["LOCAL_RANK"])'
             others = any(len(set(each)) == job.local_size and each != indices for _, each in places)
-            yield found(event, "rank-as-gpu", seen, reason, local, job.confidence(event, unless=not others))
+            yield found(
+                event, "rank-as-gpu", seen, reason, local, job.confidence(event, unless=not others or on_one_machine)
+            )
         else:
             continue
         reported.add(event.line)

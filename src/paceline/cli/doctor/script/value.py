@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -126,6 +126,7 @@ class AbstractValue:
     escaped: bool = False  # whether an unknown function has received the value
     wraps: AbstractValue | None = None  # the module inside a DistributedDataParallel
     wrapper: AbstractValue | None = None  # the DistributedDataParallel around a module
+    is_alternative: bool = False  # whether the call that returned the value had several possible receivers
     pending: AbstractValue | None = None  # the Work of an asynchronous call that still uses the value
 
     @property
@@ -170,6 +171,11 @@ class AbstractValue:
     def is_object(self) -> bool:
         """Whether the value's name suggests that a constructor returned the value. Such a value is not None."""
         return self.called_name[:1].isupper()
+
+    @property
+    def is_computed_by_a_call(self) -> bool:
+        """Whether calls return the value or its operands, so that another evaluation may give another result."""
+        return bool(self.called) or any(each.is_computed_by_a_call for each in self.arguments)
 
     def is_none(self) -> bool | None:
         """Returns True if the value is None, False if it is not, and None if this is unknown."""
@@ -346,15 +352,31 @@ class AssignmentLog:
                 scope[name] = before
         return assigned
 
-    def merge(self, branches: Sequence[Assignments]) -> None:
-        """Assigns to each variable the alternatives from all branches."""
+    def merge(self, branches: Sequence[Assignments], facts: frozenset[Fact] = frozenset()) -> None:
+        """Assigns to each variable the alternatives from all branches.
+
+        If the test differs between the ranks, as `facts` states, so do the numbers that only one branch assigns.
+        """
         for identity in {each: None for branch in branches for each in branch}:
             scope = next(branch[identity][0] for branch in branches if identity in branch)
             before = scope.get(identity[1], _MISSING)
             values = [branch[identity][1] if identity in branch else before for branch in branches]
             present = [value for value in values if value is not _MISSING]
             if present:
-                self.store(scope, identity[1], either(present))
+                self.store(scope, identity[1], _with_facts(either(present), facts))
+
+
+def _with_facts(value: AbstractValue, facts: frozenset[Fact]) -> AbstractValue:
+    """Returns a number, a flag or a value without known structure with additional facts; other values are unchanged."""
+    if not facts or (value.is_known and not isinstance(value.constant, (bool, int, float))):
+        return value
+    if value.alternatives:
+        parts = tuple(_with_facts(each, facts) for each in value.alternatives)
+        return replace(value, facts=value.facts | facts, alternatives=parts)
+    structures = (value.function, value.class_object, value.instance_of, value.items, value.wraps, value.wrapper)
+    if any(each is not None for each in structures) or value.is_object or value.called == "asynchronous":
+        return value
+    return replace(value, facts=value.facts | facts)
 
 
 _OPERATORS: dict[type[ast.AST], Callable[..., object]] = {
@@ -362,7 +384,8 @@ _OPERATORS: dict[type[ast.AST], Callable[..., object]] = {
     ast.Div: operator.truediv, ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
     ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.USub: operator.neg,
-    ast.UAdd: operator.pos, ast.Not: operator.not_, ast.Is: operator.eq, ast.IsNot: operator.ne,
+    ast.BitXor: operator.xor, ast.UAdd: operator.pos, ast.Not: operator.not_, ast.Is: operator.eq,
+    ast.IsNot: operator.ne,
 }  # fmt: skip
 
 
