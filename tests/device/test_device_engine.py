@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 
 import fake_collectives
@@ -98,6 +99,30 @@ def threads_that_poll_a_device_have_made_it_current():
     assert all(polls.values()), polls
 
 
+def groups_are_ended_on_their_device():
+    """NCCL creates a context on the device to which a thread returns when it has released a communicator."""
+    seen: dict[str, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("shutdown", "abort"):
+            end = getattr(fake_collectives.FakeDeviceGroup, name)
+
+            def noted(group: object, name: str = name, end: Callable[..., None] = end) -> None:
+                seen[name] = torch.fake.current_device()
+                end(group)
+
+            patch.setattr(fake_collectives.FakeDeviceGroup, name, noted)
+        for name in ("shutdown", "abort"):
+            group = dist.new_group()
+            dist.all_reduce(torch.ones(3, device="fake:1"), group=group)
+            torch.fake.synchronize("fake:1")
+            if name == "abort":
+                dist.barrier()
+                group.abort()
+            dist.destroy_process_group(group)
+            dist.barrier()
+    assert seen == {"shutdown": 1, "abort": 1}
+
+
 def the_end_of_a_group_waits_for_the_device():
     group = dist.new_group()
     dist.all_reduce(ones(), group=group)
@@ -155,6 +180,7 @@ PROGRAMS: tuple[Program, ...] = (
     calls_keep_the_order_of_streams_and_wait_for_none,
     messages_are_put_on_the_stream_without_the_host,
     threads_that_poll_a_device_have_made_it_current,
+    groups_are_ended_on_their_device,
     the_end_of_a_group_waits_for_the_device,
     a_late_rank_is_named_and_the_device_goes_on,
     different_calls_are_found_while_they_run,

@@ -21,7 +21,6 @@ import torch
 from paceline.comm.engine.adapters.device_streams import (
     AcceleratorEvent,
     AcceleratorStream,
-    activated,
     current_stream,
     is_capturing,
     poll_until,
@@ -253,6 +252,7 @@ class CallStream:
         def connect() -> None:
             with self.stream.current():
                 made.append(self._settings.construct(store, ranks.index, len(ranks.members)))
+                made[0].device = device
                 work = self._greet(made[0].group).work
                 if work is not None:
                     work.wait()
@@ -416,8 +416,7 @@ class CallStream:
                     flight.recorded.end(self.failure.code)
             self._flights.clear()
         if is_first and self._group is not None:
-            with activated(self.stream.device):
-                self._group.abort()
+            self._group.abort()
 
     def _stopped(self) -> bool:
         return self._leaving or self._settings.is_closing()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import distributed_c10d as c10d
 
+from paceline.comm.engine.adapters.device_streams import activated
 from paceline.comm.store.store import Store
 
 # PyTorch's own timeout for calls, which must never expire. In milliseconds, it must fit into 31 bits.
@@ -126,10 +127,15 @@ class OwnedProcessGroup:
     Args:
         group: the PyTorch process group, which this object shuts down.
         store: the group's store, kept alive because the group does not hold a reference to it.
+
+    Attributes:
+        device: the device of the group's tensors. The threads that end the group make it current, because NCCL returns
+            to a thread's device when it has released a communicator, and thereby creates a context on that device.
     """
 
     def __init__(self, group: Any, store: c10d.Store) -> None:
         self.group = group
+        self.device = torch.device("cpu")
         self._store = store
         self._ended = False
 
@@ -163,12 +169,12 @@ class OwnedProcessGroup:
         return False
 
     def _end(self) -> None:
-        with contextlib.suppress(RuntimeError):  # raised by groups that need no shutdown
+        with contextlib.suppress(RuntimeError), activated(self.device):  # raised by groups that need no shutdown
             if (shutdown := _method(self.group, "shutdown")) is not None:
                 shutdown()
 
     def _end_now(self) -> None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError), activated(self.device):
             if (abort := _method(self.group, "abort")) is not None:
                 abort()
 
