@@ -98,10 +98,10 @@ def fenced(member: Member, current: Collection[str]) -> None:
     """The launcher kills a worker that is still stopped; the worker must not be among the holders of the state."""
     if member.state == "dead" or not member.was_stalled:
         return
-    if member.uid in current:
-        raise Violation(
-            f"{member.uid} is killed, and is one of {sorted(current)}, who hold the state; {member.world.story()}"
-        )
+    world = member.world
+    is_needed = member.round == world.rounds or not any(other.has_finished for other in world.members.values())
+    if member.uid in current and is_needed:
+        raise Violation(f"{member.uid} is killed, and is one of {sorted(current)}, who hold the state; {world.story()}")
     member.is_frozen = False
     member.exit(-9)
 

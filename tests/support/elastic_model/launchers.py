@@ -36,7 +36,6 @@ from paceline.train.elastic.protocol import (
 if TYPE_CHECKING:
     from elastic_model.realm import Realm
 
-RESIGNS_S = 2.0
 SEEKS_S = 120.0
 
 
@@ -306,8 +305,8 @@ class Launcher:
         if due_s is not None and due_s != self.ticking_s:
             self.ticking_s = due_s
             realm.at(max(due_s, realm.now_s), None, self.tick, due_s)
-        if self.coordinator is not None and self.coordinator.lacks_quorum_s is not None:
-            realm.at(max(self.coordinator.lacks_quorum_s + RESIGNS_S, realm.now_s), None, self.resign)
+        if self.coordinator is not None and self.coordinator.resigns_s is not None:
+            realm.at(max(self.coordinator.resigns_s, realm.now_s), None, self.resign)
 
     def tick(self, due_s: float) -> None:
         """Calls the coordinator's `tick`."""
@@ -316,9 +315,10 @@ class Launcher:
             self.obey(self.coordinator.tick(self.realm.now_s))
 
     def resign(self) -> None:
-        """Stops coordinating after lacking a quorum for too long."""
+        """Stops coordinating without a quorum, or because another coordinator has taken over."""
         coordinator = self.coordinator
-        if coordinator is None or coordinator.lacks_quorum_s is None or not self.lives:
+        if coordinator is None or coordinator.resigns_s is None or not self.lives:
             return
-        if self.realm.now_s >= coordinator.lacks_quorum_s + RESIGNS_S:
+        if self.realm.now_s >= coordinator.resigns_s:
+            self.realm.superseded += coordinator._is_superseded
             self.drop_all()

@@ -252,7 +252,10 @@ class Member:
             raise Violation(f"{self.uid} has {self.round} rounds and {source.uid} has {top}: not one apart")
         if self.round == NO_STATE and (top % self.world.batch or group.is_inside):
             raise Violation(f"{self.uid} comes in after round {top}, in the middle of a batch; {self.world.story()}")
+        is_late = self.round != NO_STATE
         self.digest, self.round, self.is_inside = source.digest, top, False
+        if is_late:  # it commits the result for which it voted, and receivers get this result from its log
+            self.world.log_all(self, ("result", top - 1, self.digest, ()))
 
     def installed(self, group: Group) -> None:
         """All members have the state."""

@@ -33,6 +33,7 @@ TEARING = {
     "cut",
     "split",
     "split at view",
+    "change sides",
 }  # workers may be unable to connect to each other even if the coordinator can reach all of them
 
 
@@ -96,10 +97,12 @@ class Realm(World):
         self.launchers: dict[int, Launcher] = {}
         self.terms: dict[int, int] = {}
         self.elections = 0
+        self.superseded = 0  # coordinators that resigned because another one had been elected
         self.elected_s: list[float] = []
         self.handed_over_s: list[float] = []
         self.stores_lost: list[str] = []  # workers in a view whose store ended with a launcher that handed over
         self.is_lasting = self.was_torn = False
+        self.cut_off: Launcher | None = None  # a coordinator that is cut off until another one is elected
         self.splits_at_view = False  # the next forced view's coordinator is cut off before announcing the view
         for at, count in enumerate(slots):
             site = Site(str(at), count, 6)
@@ -150,7 +153,7 @@ class Realm(World):
         until_s = until_s or self.now_s + QUIET_S
         others = [each for each in self.launchers.values() if each.lives and each.account.knowledge.views]
         leader = next((each for each in others if each.coordinator is not None), None)
-        if leader is not None and leader.coordinator is not None and leader.coordinator.lacks_quorum_s is None:
+        if leader is not None and leader.coordinator is not None and leader.coordinator.resigns_s is None:
             number = len(self.launchers)
             site.name = str(number)
             self.sites[site.name] = site
@@ -323,6 +326,9 @@ class Realm(World):
         """A launcher becomes the coordinator."""
         self.elections += 1
         self.elected_s.append(self.now_s)
+        if self.cut_off is not None and self.cut_off is not launcher:
+            self.after(0.4 * self.chance(), None, self.change_sides, self.cut_off, launcher)
+            self.cut_off = None
         if self.terms.setdefault(term, launcher.number) != launcher.number:
             raise Violation(f"the term {term} has two coordinators: {self.story()}")
         if self.log is not None:
@@ -407,12 +413,25 @@ class Realm(World):
             self.crash(random.choice(leaders))
         elif kind == "restart":
             self.restart()
+        elif kind == "change sides" and leaders:
+            self.cut_off = leaders[0]
+            self.cut([(leaders[0].site, each.site) for each in up if each is not leaders[0]], 2, 30.0)
         elif kind == "crash" and up:
             self.crash(random.choice(up))
         elif kind == "power" and up:
             self.power(random.choice(up))
         elif kind == "shrink":
             random.choice([*self.sites.values()]).attempts = 0
+
+    def change_sides(self, first: Launcher, later: Launcher) -> None:
+        """A machine of the later coordinator loses its workers and the others, and reaches the first coordinator."""
+        others = [each for each in self.launchers.values() if each.lives and each is not first]
+        moved = self.random.choice([each for each in others if each is not later] or [later])
+        for member in list(self.members.values()):
+            if member.site is moved.site and member.state != "dead":
+                member.exit(-9)
+        self.cut([(moved.site, each.site) for each in others if each is not moved], 2)
+        self.heal(frozenset((first.site.name, moved.site.name)))
 
     def crash(self, launcher: Launcher) -> None:
         """A launcher is killed with SIGKILL: its workers are killed, and the kernel closes its connections."""
@@ -437,8 +456,8 @@ class Realm(World):
         self.later(0.05, None, link.leader.drops, link, "reset")
         self.later(0.05, None, link.follower.lost, link, ConnectionLoss.RESET)
 
-    def cut(self, pairs: list[tuple[Site, Site]], level: int) -> None:
-        for_s = self.random.choice((0.3, 1.0, 4.0, 20.0))
+    def cut(self, pairs: list[tuple[Site, Site]], level: int, for_s: float = 0.0) -> None:
+        for_s = for_s or self.random.choice((0.3, 1.0, 4.0, 20.0))
         for one, other in pairs:
             pair = frozenset((one.name, other.name))
             self.cuts[pair] = max(self.cuts.get(pair, 0), level)

@@ -247,9 +247,9 @@ class ElasticController:
         return self._coordinator.deadline_s
 
     @property
-    def lacks_quorum_s(self) -> float | None:
-        """The time at which the coordinator lost its quorum, or None while it has one."""
-        return self._coordinator.lacks_quorum_s if self._is_gathered and self._end is None else None
+    def resigns_s(self) -> float | None:
+        """The time at which this launcher must search for another coordinator, or None while it coordinates."""
+        return self._coordinator.resigns_s if self._is_gathered and self._end is None else None
 
     @property
     def nodes(self) -> list[str]:
@@ -323,7 +323,7 @@ class ElasticController:
         """Returns the notice for launchers outside this job, or None after the job has ended."""
         if self._end is not None:
             return None
-        is_sure = self._is_gathered and self._coordinator.lacks_quorum_s is None
+        is_sure = self._is_gathered and self._coordinator.resigns_s is None
         return JobRunning(self.identity, self._machines.listens(self._machines.home) if is_sure else "")
 
     def is_here(self, number: int) -> bool:

@@ -20,8 +20,6 @@ from paceline.operate.launch.multinode.protocol import (
 )
 from paceline.train.elastic.coordinator.election import Candidacy
 
-RESIGN_S = 2.0  # a coordinator without a quorum for this long resigns and searches for another coordinator
-
 
 class StandbyController:
     """The controller of this launcher's server: coordinates the job, is a candidate, or redirects other launchers.
@@ -89,9 +87,7 @@ class StandbyController:
                 return self._candidacy.deadline_s
             if self._controller is None:
                 return None
-            times_s = [self._controller.deadline_s]
-            if self._controller.lacks_quorum_s is not None:
-                times_s.append(self._controller.lacks_quorum_s + RESIGN_S)
+            times_s = (self._controller.deadline_s, self._controller.resigns_s)
             return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
@@ -135,8 +131,8 @@ class StandbyController:
             if self._controller is None:
                 return self._consider(now_s)
             controller = self._controller
-            given, lacks_s = self._with(controller.tick(now_s)), controller.lacks_quorum_s
-            if lacks_s is None or now_s < lacks_s + RESIGN_S:
+            given, resigns_s = self._with(controller.tick(now_s)), controller.resigns_s
+            if resigns_s is None or now_s < resigns_s:
                 return given
             nodes, self._controller = controller.nodes, None
             return given + [(node, NodeDropped()) for node in nodes]

@@ -82,13 +82,15 @@ from paceline.train.elastic.protocol import (
     LeaveNotice,
     LoopFinished,
     MachineReport,
+    NotifyOrder,
     SendOrder,
     TransferReady,
     ViewFailed,
     ViewInstalled,
     WorkerReady,
-    next_term,
 )
+
+RESIGN_S = 2.0  # a coordinator without a quorum for this long resigns
 
 
 class Coordinator:
@@ -127,7 +129,9 @@ class Coordinator:
         self._job.identity, self._job.quiet_until_s = identity, now_s + policy.quiet_s
         self._is_resuming = False
         self.retirement: CoordinatorHandover | None = None  # set when this coordinator's launcher is about to exit
-        self.lacks_quorum_s: float | None = None  # the time at which the quorum was lost
+        self._lacks_quorum_s: float | None = None  # the time at which the quorum was lost
+        self._is_superseded = False
+        self.resigns_s: float | None = None  # the time at which the launcher must search for another coordinator
         self.deadline_s: float | None = now_s + policy.join_timeout_s
 
     def resume(
@@ -160,10 +164,16 @@ class Coordinator:
     def machine_returned(
         self, report: MachineReport, now_s: float, address: str = "", store: str = ""
     ) -> CoordinatorOrders:
-        """Adds a machine that was unreachable or followed another coordinator. Its workers were started earlier."""
-        machine = str(report.number)
+        """Adds a machine that was unreachable or followed another coordinator. Its workers were started earlier.
+
+        If the machine followed a coordinator with a later term, that coordinator may have issued views in which rounds
+        were committed. This coordinator then issues no more orders and resigns, so that the launchers elect a
+        coordinator which requires a quorum of these views too.
+        """
+        machine, known = str(report.number), report.knowledge
+        if known.term > self._job.views.term and self._job.over is None:
+            return self._resign(f"{report.host} is back, and has followed machine {known.coordinator}", now_s)
         was_resuming, self._is_resuming = self._is_resuming, True
-        self._raise_term(report.knowledge.term)
         self.machine_joined(machine, report.host, report.slots, now_s, address, store)
         if (found := self._registry.machines.get(machine)) is not None:
             found.has_begun, found.replicated, found.is_leaving = True, None, report.is_leaving
@@ -331,7 +341,7 @@ class Coordinator:
     def _settle(self, now_s: float) -> CoordinatorOrders:
         """Returns the orders that follow from the current state, and sets `deadline_s`."""
         job = self._job
-        if self._is_resuming:
+        if self._is_resuming or self._is_superseded:
             return []
         if (retirement := self._retirement()) is not None and retirement.has_resigned:
             return self._give_way(retirement, now_s)
@@ -346,7 +356,8 @@ class Coordinator:
         if retirement is not None and may_hand_over(job, retirement, now_s):
             tell_successor(job, retirement, now_s)
             job.due_s = [deadline_s(retirement)]
-        self.lacks_quorum_s = (self.lacks_quorum_s or now_s) if job.lacks_quorum else None
+        self._lacks_quorum_s = (self._lacks_quorum_s or now_s) if job.lacks_quorum else None
+        self.resigns_s = None if self._lacks_quorum_s is None else self._lacks_quorum_s + RESIGN_S
         self.deadline_s = min(job.due_s, default=None) if job.over is None else None
         orders, job.orders = job.orders, []
         return orders if self._home is None else [*replication_orders(job, int(self._home)), *orders]
@@ -370,6 +381,12 @@ class Coordinator:
         start_transfers(job)
         return change_membership(job, now_s)
 
+    def _resign(self, reason: str, now_s: float) -> CoordinatorOrders:
+        """Stops coordinating, because another coordinator has taken over in the meantime."""
+        self._is_superseded = True
+        self.resigns_s, self.deadline_s, self._job.orders = now_s, None, []
+        return [NotifyOrder(f"{reason}, which has coordinated since; the launchers elect a coordinator again")]
+
     def _retirement(self) -> CoordinatorHandover | None:
         home = self._registry.machines.get(self._home or "")
         if self.retirement is None and home is not None and home.is_leaving:
@@ -380,15 +397,9 @@ class Coordinator:
         """Hands over to the successor. The machines report all later events to the successor, which handles them."""
         self._job.orders = []
         orders = tell_others(self._job, retirement, now_s)
-        self.lacks_quorum_s, self.deadline_s = None, None if retirement.is_over else deadline_s(retirement)
+        self._lacks_quorum_s = self.resigns_s = None
+        self.deadline_s = None if retirement.is_over else deadline_s(retirement)
         return [] if orders is None else [*replication_orders(self._job, int(retirement.home.name)), *orders]
-
-    def _raise_term(self, term: int) -> None:
-        """Sets a term above `term`, so that later views have higher generations than any view from `term`."""
-        views = self._job.views
-        if self._home is not None and term > views.term:
-            views.term = next_term(term, int(self._home))
-            views.must_meet = views.latest is not None
 
 
 def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, now_s: float) -> None:

@@ -15,6 +15,9 @@ follow the other coordinator before it received the view. In that case, the laun
 view cannot be completed. Dead workers do not count, because a launcher that has recorded a death also has the views
 that the dead worker could have entered. For this reason, a launcher records another launcher's exit only if the two
 were connected until the exit and it has read everything that the other launcher sent.
+
+A coordinator that was cut off may be followed by a launcher that has followed a later coordinator in the meantime. The
+coordinator then resigns, because the later coordinator's views are not among those of which it requires a quorum.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import msgspec
 
 import paceline
 from paceline.operate.launch.elastic.elastic_controller import ElasticController
-from paceline.operate.launch.elastic.standby_controller import RESIGN_S, StandbyController
+from paceline.operate.launch.elastic.standby_controller import StandbyController
 from paceline.operate.launch.elastic_options import ElasticOptions
 from paceline.operate.launch.multinode.membership import MembershipPolicy
 from paceline.operate.launch.multinode.protocol import (
@@ -25,11 +25,13 @@ from paceline.operate.launch.multinode.protocol import (
     WorkerExited,
     WorkerMessage,
 )
+from paceline.train.elastic.coordinator.coordinator import RESIGN_S
 from paceline.train.elastic.protocol import (
     LauncherAddress,
     LeaveNotice,
     LoopFinished,
     MachineReport,
+    NotifyOrder,
     ReplicatedJobState,
     ReplicateOrder,
     SendOrder,
@@ -120,6 +122,20 @@ def test_a_coordinator_without_a_quorum_resigns():
     for later_s in (4.0, 4.0 + RESIGN_S - 0.1):
         assert not [order for _, order in stands.tick(now_s + later_s) if isinstance(order, NodeDropped)]
     assert ("node-1", NodeDropped()) in stands.tick(now_s + 4.1 + RESIGN_S)
+    assert not stands.coordinates
+
+
+def test_a_coordinator_resigns_when_a_machine_has_followed_a_later_one():
+    stands, now_s = elected()
+    later = msgspec.structs.replace(KNOWN, term=1 << 20, coordinator=3)
+    stands.reported("node-0", join(0), now_s)
+    orders = stands.reported("node-0", Follow(msgspec.structs.replace(follow(0).report, knowledge=later)), now_s)
+    assert not [order for _, order in orders if isinstance(order, SendOrder)]
+    assert any(isinstance(order, NotifyOrder) and "has followed machine 3" in order.text for _, order in orders)
+    assert stands.deadline_s is not None and stands.deadline_s <= now_s
+    assert {node for node, order in stands.tick(now_s) if isinstance(order, NodeDropped)} == {
+        f"node-{n}" for n in range(3)
+    }
     assert not stands.coordinates
 
 

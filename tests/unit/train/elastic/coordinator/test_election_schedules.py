@@ -6,7 +6,9 @@ The message of a failure contains the seed, and the command that runs and prints
 from __future__ import annotations
 
 import gc
+from typing import Any
 
+import msgspec
 import pytest
 from elastic_model.launchers import Launcher
 from elastic_model.members import Violation
@@ -14,11 +16,12 @@ from elastic_model.realm import FAULTS, Realm
 from sampling import FACTOR
 
 from paceline.train.elastic.coordinator import coordinator, handover
+from paceline.train.elastic.coordinator.coordinator import Coordinator
 from paceline.train.elastic.coordinator.elastic_job import ElasticJob
 from paceline.train.elastic.coordinator.election import GATHER_S, ConnectionLoss
 from paceline.train.elastic.coordinator.handover import CoordinatorHandover
 from paceline.train.elastic.coordinator.views import Views
-from paceline.train.elastic.protocol import ReplicatedJobState
+from paceline.train.elastic.protocol import CoordinatorOrders, MachineReport, ReplicatedJobState
 
 BLOCK = 1_000  # as many as are needed to notice each missing rule
 BLOCKS = 1 if FACTOR == 1 else 2 * FACTOR
@@ -69,6 +72,28 @@ def test_a_launcher_that_starts_again_joins_the_job():
 def test_the_schedules_notice_calls_of_coordinators_only(monkeypatch):
     monkeypatch.setattr(Realm, "calls_while_seeking", False)
     assert any(restarts(seed).second_jobs for seed in range(200))
+
+
+def changes_sides(seed: int) -> Realm:
+    """Runs a schedule in which a machine leaves the new coordinator's side of a partition for the old coordinator's."""
+    return Realm(seed, [(60 + seed % 60, "change sides")], [1, 1, 1], 60).run()
+
+
+def test_a_coordinator_resigns_when_a_machine_has_followed_a_later_one():
+    assert sum(changes_sides(seed).superseded for seed in range(100)) > 10
+
+
+def test_the_schedules_notice_a_coordinator_that_ignores_later_ones(monkeypatch):
+    returned = Coordinator.machine_returned
+
+    def forgets_the_term(self: Coordinator, report: MachineReport, *args: Any) -> CoordinatorOrders:
+        knowledge = msgspec.structs.replace(report.knowledge, term=0)
+        return returned(self, msgspec.structs.replace(report, knowledge=knowledge), *args)
+
+    monkeypatch.setattr(Coordinator, "machine_returned", forgets_the_term)
+    with pytest.raises(Violation):
+        for seed in range(200):
+            changes_sides(seed)
 
 
 def leaves(seed: int) -> Realm:
