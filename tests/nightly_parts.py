@@ -117,7 +117,7 @@ def _properties() -> Part:
     return Part(
         "properties",
         f"runs the tests of one process with {_EXAMPLES_OF_PROPERTIES} times as many random examples",
-        [[sys.executable, "-m", "pytest", "-m", "not soak and not gpu", "--timeout=1800", "tests/unit"]],
+        [[sys.executable, "-m", "pytest", "-m", "not soak and not gpu", "-n", "auto", "--timeout=1800", "tests/unit"]],
         2 * _HOUR_S,
         environment={"PACELINE_TEST_EXAMPLES": _EXAMPLES_OF_PROPERTIES},
     )

@@ -63,6 +63,8 @@ class RealmGroup(Group):
         super().contribute(member)
         if self.has_failed or len(self.contributions[round_]) < len(self.view.members):
             return
+        if round_ == realm.rounds:
+            return  # no quorum is needed after the last round, because all members have the final state
         self.decided_s = realm.now_s
         for other in realm.groups.values():
             if other is not self and isinstance(other, RealmGroup) and other.decided_s > self.met_s:
