@@ -96,6 +96,7 @@ class View(_WorkerMessage, frozen=True):
         must_wait: Whether the view has fewer workers than the job needs. If so, its members finish the batch in
             progress but begin no other.
         store: The store for the members' rendezvous, in the format of PACELINE_STORE, or "" for the previous store.
+        previous: The generation of the latest view that the coordinator had issued or taken over, or 0 if none.
     """
 
     generation: int
@@ -103,6 +104,7 @@ class View(_WorkerMessage, frozen=True):
     is_planned: bool
     must_wait: bool = False
     store: str = ""
+    previous: int = 0
 
 
 class StateTransfer(_WorkerMessage, frozen=True):
@@ -292,20 +294,27 @@ def next_term(term: int, number: int) -> int:
 
 
 def merge_job_states(parts: Iterable[ReplicatedJobState]) -> ReplicatedJobState:
-    """Merges the job states of several launchers."""
+    """Merges the job states of several launchers.
+
+    Only the last complete view and the views that follow it, directly or indirectly, are kept. Another view with a
+    larger generation comes from a coordinator that could not reach enough members, and can no longer be entered.
+    """
     known = sorted(parts, key=lambda state: (state.term, state.coordinator))
     if not known:
         return ReplicatedJobState()
     complete = max(state.complete for state in known)
     views = {view.generation: view for state in known for view in state.views if view.generation >= complete}
-    kept = tuple(views[generation] for generation in sorted(views))
+    kept: list[View] = []
+    for generation in sorted(views):
+        if complete in (0, generation) or views[generation].previous in (complete, *(view.generation for view in kept)):
+            kept.append(views[generation])
     members = {uid for view in kept for uid in view.members}
     return ReplicatedJobState(
         term=known[-1].term,
         coordinator=known[-1].coordinator,
         fingerprint=next((state.fingerprint for state in reversed(known) if state.fingerprint), ""),
         complete=complete,
-        views=kept,
+        views=tuple(kept),
         dead=tuple(sorted({uid for state in known for uid in state.dead if uid in members})),
         ended=tuple(sorted({number for state in known for number in state.ended})),
         peers=tuple({peer.number: peer for state in known for peer in state.peers}.values()),

@@ -429,7 +429,7 @@ def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, n
 def _handle_join_request(job: ElasticJob, worker: WorkerRecord, message: WorkerReady, now_s: float) -> None:
     """Handles a request to join. A member that sends such a request no longer holds the state."""
     if worker.phase is WorkerPhase.MEMBER and worker.has_state:
-        worker.phase, worker.has_state = WorkerPhase.OUTSIDE, False
+        worker.loses_state()
     fingerprint = message.fingerprint
     reset_transfer(job, worker, message)
     if worker.phase is not WorkerPhase.OUTSIDE:

@@ -61,7 +61,8 @@ class Views:
         """
         team = sorted(members, key=lambda member: member.uid)  # ranks do not depend on the order of requests
         names = tuple(member.uid for member in team)
-        view = View(self.next_number(), names, is_planned, must_wait, self.store)
+        previous = 0 if self.latest is None else self.latest.generation
+        view = View(self.next_number(), names, is_planned, must_wait, self.store, previous)
         for worker in self.concerned:
             if not (worker in team or (is_planned and worker in self.base_team)):
                 self._leave_out(worker)
@@ -213,8 +214,10 @@ class Views:
     def _leave_out(self, worker: WorkerRecord) -> None:
         """Removes a member. If it holds no state yet, it stays ready; otherwise it must request to join again."""
         if worker.phase is WorkerPhase.MEMBER and not worker.has_finished:
-            worker.phase = WorkerPhase.OUTSIDE if worker.has_state else WorkerPhase.READY
-            worker.has_state = False
+            if worker.has_state:
+                worker.loses_state()
+            else:
+                worker.phase = WorkerPhase.READY
 
 
 def has_arrived(newcomer: WorkerRecord) -> bool:

@@ -126,6 +126,11 @@ class WorkerRecord:
         """Whether the worker is unresponsive on a reachable machine, for example after SIGSTOP."""
         return self.ended is None and self.machine.is_reachable and self.stalled is not None
 
+    def loses_state(self) -> None:
+        """Records that the worker must request to join again. Transfers that were begun for it earlier are obsolete."""
+        self.phase, self.has_state = WorkerPhase.OUTSIDE, False
+        self.transfer, self.has_caught_up = None, False
+
     def runs(self) -> None:
         """Records that the worker is responsive."""
         self.stalled, self.is_fenced = None, False

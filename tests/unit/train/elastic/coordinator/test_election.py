@@ -96,7 +96,7 @@ def test_an_account_is_told_in_full():
 
 
 def replace_generation(view: View, more: int) -> View:
-    return msgspec.structs.replace(view, generation=view.generation + more)
+    return msgspec.structs.replace(view, generation=view.generation + more, previous=view.generation)
 
 
 def test_a_machine_is_given_time_since_it_was_heard_of_last():

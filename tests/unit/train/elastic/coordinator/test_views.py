@@ -22,6 +22,7 @@ from paceline.train.elastic.protocol import (
     ViewFailed,
     ViewInstalled,
     WorkerReady,
+    merge_job_states,
     next_term,
 )
 
@@ -88,21 +89,21 @@ def test_broken_connections_end_the_wait_for_a_machine():
 
 
 def test_members_meet_again_where_the_new_coordinator_serves():
-    second = View(FIRST.generation + 1, FIRST.members, is_planned=False, store="0")
+    second = View(FIRST.generation + 1, FIRST.members, is_planned=False, store="0", previous=FIRST.generation)
     known = msgspec.structs.replace(KNOWN, views=(FIRST, second))
     _, orders = resumed(report(0), report(1, known=known), report(2))
     assert views(orders)[-1].members == FIRST.members and views(orders)[-1].store == "1"
 
 
 def test_who_was_left_out_stays_out():
-    second = View(FIRST.generation + 1, ("0.0.0", "1.0.0"), is_planned=False, store="0")
+    second = View(FIRST.generation + 1, ("0.0.0", "1.0.0"), is_planned=False, store="0", previous=FIRST.generation)
     known = msgspec.structs.replace(KNOWN, views=(FIRST, second))
     _, orders = resumed(report(0), report(1, known=known), report(2))
     assert views(orders)[-1].members == ("0.0.0", "1.0.0")
 
 
 def test_one_member_that_has_entered_speaks_for_all():
-    second = View(FIRST.generation + 1, FIRST.members, is_planned=True, store="0")
+    second = View(FIRST.generation + 1, FIRST.members, is_planned=True, store="0", previous=FIRST.generation)
     known = msgspec.structs.replace(KNOWN, views=(FIRST, second))
     said = (WorkerReady("same"), ViewInstalled(second.generation, 3))
     assert merge_reports([report(0), report(1, said, known)]).complete == second.generation
@@ -117,8 +118,21 @@ def test_a_worker_taken_for_dead_is_told_to_end():
     ]
 
 
-def test_numbers_grow_beyond_what_a_returning_machine_has_heard():
-    coordinator, orders = resumed(report(1), report(2))
+def test_a_coordinator_resigns_when_a_machine_knows_of_a_later_one():
+    coordinator, _ = resumed(report(1), report(2))
     later = ReplicatedJobState(next_term(next_term(1, 0), 0), 0, views=(), peers=PEERS)
-    orders = coordinator.machine_returned(report(0, known=later), 1.0)
-    assert views(orders)[-1].generation >> 32 > later.term
+    (order,) = coordinator.machine_returned(report(0, known=later), 1.0)
+    assert isinstance(order, NotifyOrder) and "has followed machine 0" in order.text
+    assert coordinator.resigns_s == 1.0 and coordinator.tick(2.0) == []
+
+
+def test_a_view_that_does_not_follow_the_complete_one_is_dropped():
+    complete = View(FIRST.generation + 2, ("1.0.0", "2.0.0"), is_planned=False, previous=FIRST.generation)
+    next_view = View(FIRST.generation + 3, FIRST.members, is_planned=True, previous=complete.generation)
+    void = View((next_term(1, 0) << 32) + 1, ("0.0.0", "1.0.0"), is_planned=False, previous=FIRST.generation)
+    states = [
+        msgspec.structs.replace(KNOWN, term=next_term(1, 0), views=(FIRST, void)),
+        msgspec.structs.replace(KNOWN, complete=complete.generation, views=(complete, next_view)),
+    ]
+    assert merge_job_states(states).views == merge_job_states(states[::-1]).views == (complete, next_view)
+    assert merge_job_states(states[:1]).views == (FIRST, void)
