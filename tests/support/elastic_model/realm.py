@@ -34,6 +34,7 @@ TEARING = {
     "split",
     "split at view",
     "change sides",
+    "storm",
 }  # workers may be unable to connect to each other even if the coordinator can reach all of them
 
 
@@ -418,6 +419,8 @@ class Realm(World):
         elif kind == "change sides" and leaders:
             self.cut_off = leaders[0]
             self.cut([(leaders[0].site, each.site) for each in up if each is not leaders[0]], 2, 30.0)
+        elif kind == "storm":
+            self.reconnect(self.random.choice((0.0, 0.2, 0.5)), 25)
         elif kind == "crash" and up:
             self.crash(random.choice(up))
         elif kind == "power" and up:
@@ -464,6 +467,10 @@ class Realm(World):
             pair = frozenset((one.name, other.name))
             self.cuts[pair] = max(self.cuts.get(pair, 0), level)
             self.after(for_s, None, self.heal, pair)
+        self.notice_cuts()
+
+    def notice_cuts(self) -> None:
+        """Breaks the groups of workers that can no longer reach each other, and starts the time-outs of launchers."""
         for group in self.groups.values():
             if not self.connects(group.arrived):
                 group.fail()
@@ -471,6 +478,21 @@ class Realm(World):
             for link in launcher.followers.values():
                 if not self.reach(link.leader.site, link.follower.site):
                     self.silence(link)
+
+    def reconnect(self, deaths: float, times: int) -> None:
+        """Chooses new unreachable pairs of machines, kills some workers, and does so again later; finally heals all."""
+        self.cuts.clear()
+        names = [each.site.name for each in self.launchers.values() if each.lives]
+        is_split, side = self.chance() < 0.6, {name for name in names if self.chance() < 0.5}
+        for at, one in enumerate(names):
+            for other in names[:at] if times else ():
+                if (one in side) != (other in side) if is_split else self.chance() < 0.25:
+                    self.cuts[frozenset((one, other))] = 2 if self.chance() < 0.7 else 1
+        self.notice_cuts()
+        while self.chance() < deaths and (living := [each for each in self.members.values() if each.state != "dead"]):
+            self.random.choice(living).exit(-9)
+        if times:
+            self.after(0.2 + 2.5 * self.chance(), None, self.reconnect, deaths, times - 1)
 
     def heal(self, pair: frozenset[str]) -> None:
         self.cuts.pop(pair, None)
@@ -481,8 +503,12 @@ class Realm(World):
         self.at(self.now_s + SILENT_S + 0.5 * self.chance(), None, self.silent, link, False)
 
     def silent(self, link: Link, is_above: bool) -> None:
-        if self.reach(link.follower.site, link.leader.site):
-            return
+        """One end considers the other lost, and closes the connection, which the other end notices."""
+        if not self.reach(link.follower.site, link.leader.site):
+            self.close_end(link, is_above)
+            self.after(0.5 * self.chance(), None, self.close_end, link, not is_above)
+
+    def close_end(self, link: Link, is_above: bool) -> None:
         if not is_above:
             link.follower.lost(link, ConnectionLoss.SILENT)
         elif link.leader.lives and link.is_open_above:

@@ -96,6 +96,18 @@ def test_the_schedules_notice_a_coordinator_that_ignores_later_ones(monkeypatch)
             changes_sides(seed)
 
 
+STORMS = 150 * FACTOR
+
+
+def test_storms_of_partitions_have_one_truth():
+    well = 0
+    for seed in range(STORMS):
+        realm = Realm(seed, [(60 + seed % 100, "storm")], rounds=200)
+        realm.is_lasting = True  # a job may end without a quorum
+        well += len(realm.run().results) == 200
+    assert well > 0.3 * STORMS
+
+
 def leaves(seed: int) -> Realm:
     """Runs a schedule in which the coordinating launcher receives a SIGTERM, without other faults."""
     return Realm(seed, [(100 + seed % 100, "leave coordinator")], rounds=60).run()
