@@ -99,7 +99,8 @@ def fenced(member: Member, current: Collection[str]) -> None:
     if member.state == "dead" or not member.was_stalled:
         return
     world = member.world
-    is_needed = member.round == world.rounds or not any(other.has_finished for other in world.members.values())
+    is_over = any(other.has_finished for other in world.members.values())
+    is_needed = member.round == world.rounds if is_over else member.round != NO_STATE
     if member.uid in current and is_needed:
         raise Violation(f"{member.uid} is killed, and is one of {sorted(current)}, who hold the state; {world.story()}")
     member.is_frozen = False
