@@ -125,7 +125,7 @@ def test_a_coordinator_without_a_quorum_resigns():
     assert not stands.coordinates
 
 
-def test_a_coordinator_resigns_when_a_machine_has_followed_a_later_one():
+def test_a_coordinator_resigns_for_a_later_one():
     stands, now_s = elected()
     later = msgspec.structs.replace(KNOWN, term=1 << 20, coordinator=3)
     stands.reported("node-0", join(0), now_s)

@@ -79,11 +79,11 @@ def changes_sides(seed: int) -> Realm:
     return Realm(seed, [(60 + seed % 60, "change sides")], [1, 1, 1], 60).run()
 
 
-def test_a_coordinator_resigns_when_a_machine_has_followed_a_later_one():
+def test_a_coordinator_resigns_for_a_later_one():
     assert sum(changes_sides(seed).superseded for seed in range(100)) > 10
 
 
-def test_the_schedules_notice_a_coordinator_that_ignores_later_ones(monkeypatch):
+def test_the_schedules_notice_ignored_terms(monkeypatch):
     returned = Coordinator.machine_returned
 
     def forgets_the_term(self: Coordinator, report: MachineReport, *args: Any) -> CoordinatorOrders:

@@ -118,7 +118,7 @@ def test_a_worker_taken_for_dead_is_told_to_end():
     ]
 
 
-def test_a_coordinator_resigns_when_a_machine_knows_of_a_later_one():
+def test_a_coordinator_resigns_for_a_later_one():
     coordinator, _ = resumed(report(1), report(2))
     later = ReplicatedJobState(next_term(next_term(1, 0), 0), 0, views=(), peers=PEERS)
     (order,) = coordinator.machine_returned(report(0, known=later), 1.0)
@@ -126,7 +126,7 @@ def test_a_coordinator_resigns_when_a_machine_knows_of_a_later_one():
     assert coordinator.resigns_s == 1.0 and coordinator.tick(2.0) == []
 
 
-def test_a_view_that_does_not_follow_the_complete_one_is_dropped():
+def test_a_void_view_is_dropped():
     complete = View(FIRST.generation + 2, ("1.0.0", "2.0.0"), is_planned=False, previous=FIRST.generation)
     next_view = View(FIRST.generation + 3, FIRST.members, is_planned=True, previous=complete.generation)
     void = View((next_term(1, 0) << 32) + 1, ("0.0.0", "1.0.0"), is_planned=False, previous=FIRST.generation)
