@@ -172,7 +172,7 @@ _PUBLIC = {
     ),
     "paceline.train.join": ("Join", "Joinable", "JoinHook"),
     "paceline.train.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
-    "paceline.train.elastic.worker.agreement": ("ViewChange",),
+    "paceline.train.elastic.agreement": ("ViewChange",),
     "paceline.train.elastic.worker.elastic_state": ("ElasticState",),
     "paceline.train.elastic.worker.vote": ("DivergenceError",),
     "paceline.train.logical_shards.shard_loader": ("ShardLoader",),

@@ -168,7 +168,7 @@ from paceline.train.diloco.diloco import DiLoCo as DiLoCo
 from paceline.train.diloco.diloco import LocalSGD as LocalSGD
 from paceline.train.divided_gradients import GradScaler as GradScaler
 from paceline.train.divided_gradients import clip_grad_norm_ as clip_grad_norm_
-from paceline.train.elastic.worker.agreement import ViewChange as ViewChange
+from paceline.train.elastic.agreement import ViewChange as ViewChange
 from paceline.train.elastic.worker.elastic_state import ElasticState as ElasticState
 from paceline.train.elastic.worker.vote import DivergenceError as DivergenceError
 from paceline.train.join import Join as Join

@@ -11,12 +11,12 @@ from torch import nn
 
 from paceline.comm.security.secret import derive_key, job_secret
 from paceline.comm.store.tcp_store import listen
+from paceline.train.elastic.agreement import BatchAssignment
 from paceline.train.elastic.protocol import TransferOffer
 from paceline.train.elastic.state_transfer.receiver import StateReceiver
 from paceline.train.elastic.state_transfer.sender import KEY, Snapshot
 from paceline.train.elastic.state_transfer.transfer_protocol import RoundResult
-from paceline.train.elastic.worker.agreement import BatchAssignment
-from paceline.train.elastic.worker.training_state import TrainingState
+from paceline.train.elastic.training_state import TrainingState
 from paceline.train.module_tensors import digest_of, memory_of
 
 DEALT = BatchAssignment(7, ("a", "b"))

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from paceline.train.elastic.launcher_connection import LauncherConnection
 from paceline.train.elastic.protocol import View
 from paceline.train.elastic.worker import vote
-from paceline.train.elastic.worker.launcher_connection import LauncherConnection
 from paceline.train.elastic.worker.worker_membership import WorkerMembership
 
 

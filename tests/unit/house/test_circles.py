@@ -1,9 +1,11 @@
-"""Modules of the package do not import each other in circles."""
+"""Modules and folders of the package do not import each other in circles."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -18,30 +20,57 @@ def name_of(file: Path) -> str:
 FILES = {name_of(file): file for file in (SOURCES / "paceline").rglob("*.py")}
 
 
-def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields all nodes, including those in functions, except nodes that only a type checker evaluates."""
+CIRCLES_OF_TYPES = {
+    "comm.group.call_plan -> comm.group.process_group",
+    "comm.group.variable_size -> comm.group.process_group",
+    "cli.doctor.script.library_call -> cli.doctor.script.interpreter",
+    "cli.doctor.script.training_calls -> cli.doctor.script.interpreter",
+}
+"""Imports for type checkers only that close a circle: functions of a class that take an object of it."""
+
+CIRCLES_OF_FOLDERS = {"train.ddp <-> train.logical_shards"}
+"""Deterministic DDP divides a step into logical shards, and `LogicalShards` rejects a module that is wrapped in DDP."""
+
+
+def statements(node: ast.AST, with_types: bool) -> Iterator[ast.AST]:
+    """Yields all nodes, including those in functions. Without types, omits nodes that only a type checker evaluates."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+        if not with_types and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             continue
         yield child
-        yield from statements(child)
+        yield from statements(child, with_types)
 
 
-def imports_of(file: Path) -> set[str]:
+def imports_of(file: Path, with_types: bool = False) -> set[str]:
     """Returns the modules of the package that a file imports, at its beginning or later."""
     found = set()
-    for node in statements(ast.parse(file.read_text())):
+    for node in statements(ast.parse(file.read_text()), with_types):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in FILES else node.module for name in names}
-    return found & FILES.keys()
+    return (found & FILES.keys()) - {"paceline", name_of(file)}
+
+
+@cache
+def graph_of(with_types: bool) -> dict[str, set[str]]:
+    """Returns the imports of each module. `paceline` itself imports on first use, and is omitted."""
+    return {name: imports_of(file, with_types) for name, file in FILES.items() if name != "paceline"}
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Returns the modules that a module imports, directly or through other modules."""
+    found, new = set[str](), {start}
+    while new:
+        found |= new
+        new = set().union(*(graph[name] for name in new)) - found
+    return found
 
 
 def test_modules_do_not_import_each_other_in_a_circle():
-    """An import within a function counts: it only hides the circle. `paceline` itself imports on first use."""
-    graph = {name: imports_of(file) - {"paceline", name} for name, file in FILES.items() if name != "paceline"}
+    """An import within a function counts: it only hides the circle."""
+    graph = graph_of(with_types=False)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -49,3 +78,37 @@ def test_modules_do_not_import_each_other_in_a_circle():
             f"these modules import each other: {' <- '.join(error.args[1])}; move what both need into the lower one, "
             "or the function that needs both into a module above them"
         ) from None
+
+
+def test_imports_for_types_close_no_other_circle():
+    graph = graph_of(with_types=True)
+    found = {
+        f"{name} -> {other}".replace("paceline.", "")
+        for name, imported in graph.items()
+        for other in imported - graph_of(with_types=False)[name]
+        if name in reachable(graph, other)
+    }
+    assert found == CIRCLES_OF_TYPES, "move the type into a module below both, or into the one that imports it"
+
+
+def folder_pair_of(name: str, other: str) -> tuple[str, str] | None:
+    """Returns the sibling folders that contain two modules, or None if no two siblings do."""
+    own, others = (
+        module.split(".") if FILES[module].stem == "__init__" else module.split(".")[:-1] for module in (name, other)
+    )
+    depth = next((at for at, pair in enumerate(zip(own, others, strict=False)) if pair[0] != pair[1]), None)
+    return None if depth is None else (".".join(own[: depth + 1]), ".".join(others[: depth + 1]))
+
+
+def test_sibling_folders_do_not_import_each_other():
+    graph = defaultdict[str, set[str]](set)
+    for name, imported in graph_of(with_types=True).items():
+        for folder, other in filter(None, (folder_pair_of(name, module) for module in imported)):
+            graph[folder].add(other)
+    found = {
+        " <-> ".join(sorted((folder, other))).replace("paceline.", "")
+        for folder in list(graph)
+        for other in set(graph[folder])
+        if folder in reachable(graph, other)
+    }
+    assert found == CIRCLES_OF_FOLDERS, "move what both folders need into the lower one, or next to both"

@@ -35,8 +35,8 @@ from paceline.train.checkpoint.shard_layout import (
 )
 from paceline.train.data.loader import StatefulLoader
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
+from paceline.train.elastic.training_state import PendingGradients, Stateful
 from paceline.train.elastic.worker.elastic_state import ElasticState
-from paceline.train.elastic.worker.training_state import PendingGradients, Stateful
 from paceline.train.gradient_use import GRADIENT_USE, is_pending
 from paceline.train.logical_shards.logical_shards import LogicalShards
 from paceline.train.logical_shards.shard_loader import ShardLoader

@@ -37,8 +37,8 @@ from paceline.train.checkpoint.shard_layout import (
     parameters_of,
     require_fit,
 )
+from paceline.train.elastic.training_state import Stateful
 from paceline.train.elastic.worker.elastic_state import ElasticState
-from paceline.train.elastic.worker.training_state import Stateful
 from paceline.train.pipeline.pipeline import Pipeline
 from paceline.train.shared_model.shared_parameters import private_parameters_of
 from paceline.train.zero.optimizer_state import load_optimizer

@@ -19,7 +19,9 @@ from typing import NoReturn
 import torch
 
 from paceline.comm.security.encryption import Connection
+from paceline.train.elastic.agreement import FRESH, LOST_MEMBER_ERRORS, WINDOWS, BatchAssignment, MemberStatus
 from paceline.train.elastic.failpoints import failpoint
+from paceline.train.elastic.launcher_connection import LauncherConnection
 from paceline.train.elastic.process_priority import run_at_low_priority
 from paceline.train.elastic.protocol import LEFT_OUT, OUTVOTED, CaughtUp, ExitRequest, View, ViewFailed
 from paceline.train.elastic.state_transfer.optimizer_steps import (
@@ -42,11 +44,7 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
     receive_head,
     receive_into,
 )
-from paceline.train.elastic.worker.agreement import FRESH, WINDOWS, BatchAssignment, MemberStatus
-from paceline.train.elastic.worker.launcher_connection import LauncherConnection
-from paceline.train.elastic.worker.training_state import TrainingState
-from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS
-from paceline.train.elastic.worker.vote import CAUSES
+from paceline.train.elastic.training_state import CAUSES, TrainingState
 from paceline.train.logical_shards.tree_sum import Values
 from paceline.train.module_tensors import digest_of, memory_of
 

@@ -24,6 +24,7 @@ from paceline.comm.security.handshake import PeerHello, encrypt_as_client, prove
 from paceline.comm.security.secret import derive_key, job_secret
 from paceline.errors import AuthenticationError
 from paceline.train.elastic.failpoints import failpoint
+from paceline.train.elastic.launcher_connection import LauncherConnection
 from paceline.train.elastic.process_priority import lower_thread_priority
 from paceline.train.elastic.protocol import ExitRequest, TransferOffer, View, WorkerReady
 from paceline.train.elastic.state_transfer.sender import KEY
@@ -41,7 +42,6 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
     receive_head,
     receive_into,
 )
-from paceline.train.elastic.worker.launcher_connection import LauncherConnection
 
 _PATIENCE_S = 30.0  # maximum pause within a message from a sender
 _DUPLICATE_S = 1.0  # time for a sender to finish a chunk that another sender has already delivered

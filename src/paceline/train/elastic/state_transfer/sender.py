@@ -22,7 +22,9 @@ from paceline.comm.security.encryption import identity_of
 from paceline.comm.security.secret import chosen_level, derive_key, job_secret
 from paceline.comm.store.tcp_store import listen
 from paceline.errors import PacelineError
+from paceline.train.elastic.agreement import BatchAssignment
 from paceline.train.elastic.failpoints import failpoint
+from paceline.train.elastic.launcher_connection import LauncherConnection
 from paceline.train.elastic.protocol import StateTransfer, TransferReady, View
 from paceline.train.elastic.state_transfer.optimizer_steps import OptimizerStepHooks
 from paceline.train.elastic.state_transfer.snapshot_server import (
@@ -39,9 +41,7 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
     SnapshotContents,
     ViewEntered,
 )
-from paceline.train.elastic.worker.agreement import BatchAssignment
-from paceline.train.elastic.worker.launcher_connection import LauncherConnection
-from paceline.train.elastic.worker.training_state import TrainingState
+from paceline.train.elastic.training_state import TrainingState
 from paceline.train.module_tensors import memory_of
 
 _GROWS = 2.0  # the total wait is reported again after it has grown by this factor and by `_LEAST_S`

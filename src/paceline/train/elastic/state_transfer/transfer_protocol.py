@@ -18,7 +18,7 @@ import xxhash
 
 from paceline.comm.security.encryption import Connection
 from paceline.comm.security.untrusted_peers import decode_untrusted
-from paceline.train.elastic.worker.agreement import BatchAssignment
+from paceline.train.elastic.agreement import BatchAssignment
 
 
 class MissingChunks:

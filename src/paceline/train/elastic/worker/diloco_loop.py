@@ -18,11 +18,11 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
 from paceline.train.diloco.diloco import DiLoCo
 from paceline.train.diloco.exchanges import ExchangeResult, OuterAverager, Tensors
+from paceline.train.elastic.agreement import LOST_MEMBER_ERRORS
 from paceline.train.elastic.failpoints import failpoint
-from paceline.train.elastic.worker.launcher_connection import LauncherConnection, same_bits_as
+from paceline.train.elastic.launcher_connection import LauncherConnection, same_bits_as
+from paceline.train.elastic.training_state import Stateful, TrainingState, on_host
 from paceline.train.elastic.worker.rounds import Rounds
-from paceline.train.elastic.worker.training_state import Stateful, TrainingState, on_host
-from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS
 from paceline.train.module_tensors import broadcast_tensors
 
 _FINAL = -1  # the index of the final exchange, which averages over all members

@@ -15,14 +15,14 @@ from paceline.train.data.loader import StatefulLoader
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.train.diloco.diloco import DiLoCo
 from paceline.train.elastic import failpoints
+from paceline.train.elastic.agreement import ViewChange
+from paceline.train.elastic.launcher_connection import LauncherConnection, same_bits_as
 from paceline.train.elastic.protocol import LeaveNotice
 from paceline.train.elastic.state_transfer.optimizer_steps import OptimizerStepHooks
-from paceline.train.elastic.worker.agreement import ViewChange
+from paceline.train.elastic.training_state import PendingGradients, Stateful, TrainingState
 from paceline.train.elastic.worker.diloco_loop import DilocoLoop
 from paceline.train.elastic.worker.elastic_averager import ElasticAverager
-from paceline.train.elastic.worker.launcher_connection import LauncherConnection, same_bits_as
 from paceline.train.elastic.worker.rounds import Rounds
-from paceline.train.elastic.worker.training_state import PendingGradients, Stateful, TrainingState
 from paceline.train.gradient_use import GRADIENT_USE
 from paceline.train.logical_shards.logical_shards import LogicalShards
 from paceline.train.shared_model.shared_model_optimizer import SharedModelOptimizer

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.comm.record.layout import EventKind
 from paceline.comm.record.spans import RecordedSpan
-from paceline.train.elastic.failpoints import failpoint
-from paceline.train.elastic.worker.agreement import (
+from paceline.train.elastic.agreement import (
     FRESH,
     Agreement,
     BatchAssignments,
@@ -20,6 +19,7 @@ from paceline.train.elastic.worker.agreement import (
     fair_counts,
     smoothed,
 )
+from paceline.train.elastic.failpoints import failpoint
 from paceline.train.elastic.worker.vote import Audit
 from paceline.train.logical_shards.tree_sum import Node, Values, add, add_up
 from paceline.train.module_tensors import digest_of, in_host_memory

@@ -15,14 +15,14 @@ import torch
 
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.spans import STEPS
+from paceline.train.elastic import agreement
+from paceline.train.elastic.agreement import BatchAssignments, ViewChange
 from paceline.train.elastic.failpoints import failpoint
+from paceline.train.elastic.launcher_connection import LauncherConnection
 from paceline.train.elastic.protocol import OUTVOTED, LoopFinished
 from paceline.train.elastic.state_transfer.optimizer_steps import OptimizerStepHooks
-from paceline.train.elastic.worker import agreement
-from paceline.train.elastic.worker.agreement import BatchAssignments, ViewChange
-from paceline.train.elastic.worker.launcher_connection import LauncherConnection
+from paceline.train.elastic.training_state import TrainingState
 from paceline.train.elastic.worker.progress import WorkerProgress
-from paceline.train.elastic.worker.training_state import TrainingState
 from paceline.train.elastic.worker.vote import Audit, Ballot, OutvotedError, audit_of, vote
 from paceline.train.elastic.worker.worker_membership import WorkerMembership
 from paceline.train.logical_shards.tree_sum import Values, sum_over_ranks

@@ -24,17 +24,12 @@ from paceline.comm.group.variable_size import as_memory, as_tensor
 from paceline.comm.rendezvous.environment import open_store, open_store_at
 from paceline.comm.store.store import PrefixStore, Store
 from paceline.errors import (
-    CollectiveTimeoutError,
-    GroupAbortedError,
-    PeerLostError,
-    RendezvousError,
     StoreConnectionError,
-    StoreError,
 )
+from paceline.train.elastic.agreement import MemberStatus
 from paceline.train.elastic.failpoints import failpoint
+from paceline.train.elastic.launcher_connection import LauncherConnection
 from paceline.train.elastic.protocol import View
-from paceline.train.elastic.worker.agreement import MemberStatus
-from paceline.train.elastic.worker.launcher_connection import LauncherConnection
 
 _FORMING_S = 60.0
 _HEAD_START_S = 5.0  # time for which members continue training while the group of the next view forms
@@ -166,8 +161,6 @@ class ViewGroup:
         return open_store(self._rank, len(self.view.members), patience)
 
 
-# Errors that a member raises when another member is lost or has left for a later view.
-LOST_MEMBER_ERRORS = (PeerLostError, GroupAbortedError, CollectiveTimeoutError, RendezvousError, StoreError)
 _NO_COLLECTIVES = (
     "this worker joined late and replays the loop with results from the others, which are not in this call. For a loop "
     "with its own collectives, create the state with ElasticState(..., replays=False)"

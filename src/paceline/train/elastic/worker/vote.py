@@ -16,7 +16,8 @@ import torch
 
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import PacelineError
-from paceline.train.elastic.worker.agreement import Deal
+from paceline.train.elastic.agreement import Deal
+from paceline.train.elastic.training_state import CAUSES
 
 AUDIT_EVERY = 100  # rounds between two audits
 _STRIDE = 0x9E3779B1  # a large odd number that spreads consecutive audits over the shards
@@ -57,12 +58,6 @@ def suspects(audit: Audit, digests: Sequence[int]) -> tuple[int, ...]:
     if 2 * seen.count(most) <= len(seen):
         return tuple(ranks)
     return tuple(rank for rank in ranks if digests[rank] != most)
-
-
-CAUSES = (
-    "The cause is corrupted memory, an operator that is not deterministic, or state that the workers do not share and "
-    "ElasticState was not given"
-)
 
 
 class DivergenceError(PacelineError):

@@ -16,25 +16,26 @@ from paceline.comm.group.collectives.object_collectives import recv_object_list,
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.layout import EventKind
 from paceline.comm.record.spans import RecordedSpan
-from paceline.train.elastic.failpoints import failpoint
-from paceline.train.elastic.process_priority import run_at_low_priority
-from paceline.train.elastic.protocol import LEFT_OUT, OUTVOTED, ExitRequest, View, ViewFailed, ViewInstalled
-from paceline.train.elastic.state_transfer.catch_up import LoopCatchUp, OptimizerCatchUp, SendersLostError
-from paceline.train.elastic.state_transfer.optimizer_steps import OptimizerStepHooks, StateDivergedError
-from paceline.train.elastic.state_transfer.receiver import ReceivedState, ViewAdmission
-from paceline.train.elastic.state_transfer.sender import StateSender
-from paceline.train.elastic.worker.agreement import (
+from paceline.train.elastic.agreement import (
     FRESH,
+    LOST_MEMBER_ERRORS,
     NOTHING_AGREED,
     Agreement,
     BatchAssignment,
     MemberStatus,
     agree,
 )
-from paceline.train.elastic.worker.launcher_connection import LauncherConnection
+from paceline.train.elastic.failpoints import failpoint
+from paceline.train.elastic.launcher_connection import LauncherConnection
+from paceline.train.elastic.process_priority import run_at_low_priority
+from paceline.train.elastic.protocol import LEFT_OUT, OUTVOTED, ExitRequest, View, ViewFailed, ViewInstalled
+from paceline.train.elastic.state_transfer.catch_up import LoopCatchUp, OptimizerCatchUp, SendersLostError
+from paceline.train.elastic.state_transfer.optimizer_steps import OptimizerStepHooks, StateDivergedError
+from paceline.train.elastic.state_transfer.receiver import ReceivedState, ViewAdmission
+from paceline.train.elastic.state_transfer.sender import StateSender
+from paceline.train.elastic.training_state import TrainingState
 from paceline.train.elastic.worker.progress import WorkerProgress
-from paceline.train.elastic.worker.training_state import TrainingState
-from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS, ViewGroups, exchange_statuses
+from paceline.train.elastic.worker.view_group import ViewGroups, exchange_statuses
 from paceline.train.elastic.worker.vote import OthersOutvotedError
 
 _OTHER = "its parameters or its optimizer state differed from those of the others when it entered the view"

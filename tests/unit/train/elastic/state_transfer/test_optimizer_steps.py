@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from paceline.train.elastic.agreement import FRESH, WINDOWS, BatchAssignment, MemberStatus, agree
 from paceline.train.elastic.process_priority import THREAD_NICENESS, run_at_low_priority
 from paceline.train.elastic.state_transfer.optimizer_steps import (
     OptimizerStepHooks,
@@ -27,8 +28,7 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
     ViewEntered,
     digest_of_chunk,
 )
-from paceline.train.elastic.worker.agreement import FRESH, WINDOWS, BatchAssignment, MemberStatus, agree
-from paceline.train.elastic.worker.training_state import TrainingState
+from paceline.train.elastic.training_state import TrainingState
 from paceline.train.module_tensors import memory_of
 
 DEALT = BatchAssignment(5, ("a", "b"))

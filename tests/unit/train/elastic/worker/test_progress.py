@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.train.elastic.worker.agreement import deal_evenly
+from paceline.train.elastic.agreement import deal_evenly
 from paceline.train.elastic.worker.progress import PartialSums, ShardAssignment
 
 

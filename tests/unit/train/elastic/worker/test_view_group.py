@@ -12,9 +12,9 @@ from launching import wait_until
 
 from paceline.comm.group.default import own_world
 from paceline.comm.store.tcp_store import StoreServer
+from paceline.train.elastic.agreement import LOST_MEMBER_ERRORS, BatchAssignment, MemberStatus
 from paceline.train.elastic.protocol import View
-from paceline.train.elastic.worker.agreement import BatchAssignment, MemberStatus
-from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS, ViewGroups, exchange_statuses
+from paceline.train.elastic.worker.view_group import ViewGroups, exchange_statuses
 
 ME, OTHER = "0.0.0", "0.1.0"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.train.elastic.worker.agreement import (
+from paceline.train.elastic.agreement import (
     deal_evenly,
 )
 from paceline.train.elastic.worker.vote import (

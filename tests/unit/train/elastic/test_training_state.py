@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.elastic.worker.training_state import digest_of_state, on_host
+from paceline.train.elastic.training_state import digest_of_state, on_host
 
 
 class Mode(str, enum.Enum):

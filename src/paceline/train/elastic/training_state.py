@@ -28,10 +28,16 @@ import xxhash
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from paceline.train.elastic.worker.agreement import WINDOWS
+from paceline.train.elastic.agreement import WINDOWS
 from paceline.train.gradient_use import is_pending, mark_used
 from paceline.train.module_tensors import accelerators_of, memory_of
 from paceline.train.zero.optimizer_state import load_optimizer
+
+# The causes of a state that differs between workers, for error messages.
+CAUSES = (
+    "The cause is corrupted memory, an operator that is not deterministic, or state that the workers do not share and "
+    "ElasticState was not given"
+)
 
 
 class PendingGradients:

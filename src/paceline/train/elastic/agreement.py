@@ -23,6 +23,7 @@ from statistics import median_low
 
 import msgspec
 
+from paceline.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RendezvousError, StoreError
 from paceline.train.logical_shards.tree_sum import Node, is_tree_over_ranks, nodes_within, run_of_rank
 
 
@@ -160,6 +161,8 @@ def smoothed(before_ns: int, measured_ns: int) -> int:
 
 FRESH = -1  # the round of a worker that has no state yet
 WINDOWS = 16  # number of parts of the state, one of which is compared in each round
+# Errors that a member raises when another member is lost or has left for a later view.
+LOST_MEMBER_ERRORS = (PeerLostError, GroupAbortedError, CollectiveTimeoutError, RendezvousError, StoreError)
 
 Deal = list[list[Node]]  # for each rank, the tree nodes whose sums it computes
 

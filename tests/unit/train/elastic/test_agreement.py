@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.elastic.worker.agreement import (
+from paceline.train.elastic.agreement import (
     FRESH,
     WINDOWS,
     MemberStatus,
