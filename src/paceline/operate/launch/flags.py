@@ -60,15 +60,26 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parses like argparse, but rejects unknown flags here, where the command's own flags are known."""
         words = sys.argv[1:] if args is None else list(args)
+        self._ambiguous: dict[str, str] = {}
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            self.error(self._not_known(unknown[0]))
+            word = unknown[0]
+            flags = self._ambiguous.get(word)
+            self.error(f"ambiguous option: {word} could match {flags}" if flags else self._not_known(word))
         return found, unknown
 
     def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
-        """Returns the flags that match an abbreviation. The two spellings of a flag count as one match."""
+        """Returns the flag that matches an abbreviation. The two spellings of a flag count as one match.
+
+        If several flags match, the word counts as unknown, because it may be an argument of the script: argparse calls
+        this method for all words, and would not accept an ambiguous one in any position.
+        """
         found = super()._get_option_tuples(option_string)
-        return list({id(match[0]): match for match in reversed(found)}.values())[::-1]
+        matches = list({id(match[0]): match for match in reversed(found)}.values())[::-1]
+        if len(matches) > 1:
+            self._ambiguous[option_string] = ", ".join(match[1] for match in matches)
+            return []
+        return matches
 
     def _not_known(self, word: str) -> str:
         from difflib import get_close_matches
