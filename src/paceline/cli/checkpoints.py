@@ -204,10 +204,12 @@ def _have_same_digests(first: Checkpoint | None, second: Checkpoint | None, name
 def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> list[str]:
     import torch
 
+    from paceline.comm.group.buffers import byte_view
+
     if one.dtype != other.dtype or one.shape != other.shape:
         return [f"{name}: {_kind(one)} and {_kind(other)}"]
     # The comparison is bitwise: NaN equals NaN, and 0.0 differs from -0.0.
-    bits, other_bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    bits, other_bits = (byte_view(tensor.contiguous()) for tensor in (one, other))
     if torch.equal(bits, other_bits):
         return []
     differs = (bits != other_bits).reshape(-1, one.element_size()).any(1)

@@ -10,7 +10,7 @@ import xxhash
 from torch import nn
 
 from paceline.comm.engine.adapters.device_streams import record_current
-from paceline.comm.group.buffers import is_plain, memory_layout
+from paceline.comm.group.buffers import byte_view, is_plain, memory_layout
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.variable_size import as_memory
 
@@ -50,7 +50,7 @@ def in_host_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns contiguous tensors as flat uint8 views, so that one call can send several dtypes."""
-    return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    return [byte_view(tensor) for tensor in tensors if tensor.numel()]
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: int = 0) -> None:

@@ -126,7 +126,7 @@ def test_a_beginning_of_several_flags_is_ambiguous(capsys):
 
 @pytest.mark.parametrize("word", ["--r=16", "--r", "--lo=3", "--c=1", "--n", "-tx", "--nproc-per-node=4"])
 @pytest.mark.parametrize("command", [["run"], ["launch-script", "slurm"]])
-def test_a_script_gets_arguments_that_look_like_abbreviated_flags(command, word):
+def test_a_script_gets_words_like_abbreviated_flags(command, word):
     options = parser({}).parse_args([*command, "--nproc-per-node", "2", "x.py", "a", word, "8"])
     assert (options.nproc_per_node in (2, "2"), options.script, options.args) == (True, "x.py", ["a", word, "8"])
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.comm.engine.channel import PremulSum, ReduceOp, Reduction
+from paceline.comm.group.buffers import byte_view
 from paceline.comm.group.work import Work, join_works
 from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError
@@ -79,8 +80,8 @@ class GatheredRows:
             (indices.new_empty(count, *indices.shape[1:]), values.new_empty(count, *values.shape[1:]))
             for count in counts
         ]
-        self.mine = [_bytes(indices), _bytes(values)]
-        self.received = [[_bytes(tensor) for tensor in pair] for pair in self._rows]
+        self.mine = [byte_view(indices), byte_view(values)]
+        self.received = [[byte_view(tensor) for tensor in pair] for pair in self._rows]
 
     def total(self) -> torch.Tensor:
         """Returns the coalesced sum of all ranks' tensors; `received` must have been filled."""
@@ -104,10 +105,6 @@ def _counts_of_all(group: ProcessGroup, mine: torch.Tensor, timeout: Timeout | N
             f"which has {kind}. Pass tensors with the same properties on all ranks. The group remains usable"
         )
     return [int(count) for count in counts]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def as_tensor(data: bytes | bytearray) -> torch.Tensor:

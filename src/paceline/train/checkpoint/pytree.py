@@ -78,11 +78,6 @@ def memory_with(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor as a one-dimensional uint8 tensor that shares its memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 _PLAIN = (bool, int, float, complex)  # bool must precede int, its base class
 _DUPLICATE = "%"  # no escaped key ends with this character
 

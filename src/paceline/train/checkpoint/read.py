@@ -19,7 +19,7 @@ import msgspec
 import torch
 import xxhash
 
-from paceline.comm.group.buffers import count_writes
+from paceline.comm.group.buffers import byte_view, count_writes
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.manifest import BLOCK_NBYTES
@@ -27,7 +27,7 @@ from paceline.train.checkpoint.format.regions import Flat, Region, copies, count
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE
 from paceline.train.checkpoint.format.values import SEPARATOR, TensorRef, decode, of_rank, unescaped
 from paceline.train.checkpoint.host_disks import AbsentCheckpoint
-from paceline.train.checkpoint.pytree import as_bytes, memory_with, put_together, type_of
+from paceline.train.checkpoint.pytree import memory_with, put_together, type_of
 from paceline.train.checkpoint.rank_channel import (
     CollectiveChannel,
     GroupChannel,
@@ -286,7 +286,7 @@ def _whole_blocks(item: ReadItem, plan: LoadPlan) -> list[tuple[int, int]]:
 
 
 def _read_range(checkpoint: Checkpoint, owned: _OwnedRange) -> None:
-    item, memory = owned.item, as_bytes(owned.item.memory)
+    item, memory = owned.item, byte_view(owned.item.memory)
     region = item.region
     if owned.stop - owned.start < memory.numel():
         size = item.memory.element_size()
@@ -308,7 +308,7 @@ def _broadcast(ranges: Sequence[_OwnedRange], channel: GroupChannel) -> None:
         for owned in ranges:
             if owned.owner != owner:
                 continue
-            batch.append(as_bytes(owned.item.memory)[owned.start : owned.stop])
+            batch.append(byte_view(owned.item.memory)[owned.start : owned.stop])
             nbytes += owned.stop - owned.start
             if nbytes >= _BROADCAST_AT_ONCE_NBYTES:
                 channel.group.broadcast(batch, owner)
@@ -435,7 +435,7 @@ def _put(plan: LoadPlan, own: Sequence[tuple[ReadItem, PieceRequest]], received:
     offset = 0
     for item, request in own:
         entry = plan.tensors[item.name]
-        size, memory = ITEMSIZE[entry.dtype], as_bytes(item.memory)
+        size, memory = ITEMSIZE[entry.dtype], byte_view(item.memory)
         for part in copies(entry.shape, entry.pieces[request.piece].region, item.region):
             first, nbytes = part.target * size, part.nelements * size
             memory[first : first + nbytes] = received[offset : offset + nbytes]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.comm.engine.adapters.device_streams import record_current
+from paceline.comm.group.buffers import byte_view
 from paceline.train.module_tensors import digest_of_text
 
 
@@ -188,10 +189,10 @@ def _mixed(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor's memory as uint8; copies the tensor unless it is contiguous and aligned."""
-    flat = tensor.contiguous().resolve_conj().resolve_neg().reshape(-1)
+    flat = tensor.detach().contiguous().resolve_conj().resolve_neg()
     if flat.numel() and (flat.storage_offset() * flat.element_size()) % 8 and flat.nbytes > _SMALL_BYTES:
         flat = flat.clone()
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    return byte_view(flat)
 
 
 def _batches(small: Sequence[tuple[_Digest, torch.Tensor]]) -> list[list[tuple[_Digest, torch.Tensor]]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from paceline.comm.group.buffers import byte_view
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.zero.shards import Shard
 
@@ -64,7 +65,7 @@ def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, 
     if group.rank() != to:
         tensors = [value for _, _, value in _flat(mine) if isinstance(value, torch.Tensor)]
         if tensors:
-            group.send([_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors], to, async_op=False)
+            group.send([byte_view(tensor.detach().cpu().contiguous()) for tensor in tensors], to, async_op=False)
         return None
     gathered: StateByIndex = {}
     for rank, (_, entries) in enumerate(everyone):
@@ -78,7 +79,7 @@ def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, 
                     value = kept.detach().to("cpu", copy=True)
                 else:
                     value = torch.empty(what[1], dtype=getattr(torch, what[0]), device="cpu")
-                    received.append(_bytes(value))
+                    received.append(byte_view(value))
             gathered.setdefault(index, {})[name] = value
         if received:
             group.recv(received, rank, async_op=False)
@@ -103,10 +104,6 @@ def _describe(value: object) -> list[object]:
     if isinstance(value, torch.Tensor):
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
     return ["plain", value]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def part_of_group(group: Group, owned: Sequence[torch.Tensor]) -> Group:

@@ -40,6 +40,7 @@ import torch
 
 from paceline.comm.engine.adapters.device_streams import accelerator_in_use, current_accelerator
 from paceline.comm.engine.channel import DTYPE_CODES
+from paceline.comm.group.buffers import byte_view
 from paceline.comm.group.variable_size import as_memory, as_tensor
 
 MAX_DEPTH = 128
@@ -453,8 +454,8 @@ def _pack_tensor(tensor: torch.Tensor, packer: Packer) -> object:
         raise UnsendableError(f"a tensor on {tensor.device}, which the receiver may not have; send tensor.cpu()")
     if tensor.dtype not in DTYPE_CODES:
         raise UnsendableError(f"a tensor of {tensor.dtype}; convert it first (tensor.to(...))")
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).cpu()
-    packed = [str(tensor.dtype), list(tensor.shape), tensor.requires_grad, packer.buffer(dense.view(torch.uint8))]
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    packed = [str(tensor.dtype), list(tensor.shape), tensor.requires_grad, packer.buffer(byte_view(dense))]
     if not tensor.is_cpu:
         index = tensor.device.index
         packed += [tensor.device.type, -1 if index == torch.accelerator.current_device_index() else index]
