@@ -1017,6 +1017,49 @@ HEALTHY: dict[str, str] = {
             urllib.request.urlretrieve("https://example.org/data", "data")
             distributed_utils.call_main(evaluate)
     """),
+    "a loss that ends the job": _started("""
+        import math
+        import sys
+        loader = DataLoader(train_set, 8, sampler=DistributedSampler(train_set))
+        for x, y in loader:
+            loss = nn.functional.mse_loss(model(x), y)
+            if not math.isfinite(loss.item()):
+                sys.exit(1)
+            if step is None:
+                loss.backward()
+            else:
+                scaler.scale(loss).backward()
+    """),
+    "a second loader that is not used": _started("""
+        sampler = DistributedSampler(train_set, shuffle=False)
+        loader = DataLoader(train_set, batch_size=8, sampler=sampler)
+        other = DataLoader(train_set, batch_size=8, shuffle=True)
+        for x, y in loader:
+            model(x).sum().backward()
+    """),
+    "a rank that uses all GPUs of its machine": _script("""
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("nccl")
+        tensors = []
+        for index in range(torch.cuda.device_count()):
+            tensors.append(torch.ones(1).cuda(index))
+    """),
+    "an exported model": _started("""
+        if rank == 0:
+            torch.onnx.export(model, (x,), "model.onnx")
+    """),
+    "files that exist before the processes start": _script("""
+        import torch.distributed as dist
+        import torch.multiprocessing as mp
+        from torchvision import datasets
+        def work(rank):
+            dist.init_process_group("gloo", rank=rank, world_size=2)
+            data = datasets.MNIST("data", train=True, download=True)
+        if __name__ == "__main__":
+            datasets.MNIST("data", train=True, download=True)
+            mp.spawn(work, nprocs=2)
+    """),
     "counters": _started("""
         sampler = DistributedSampler(train_set)
         loader = DataLoader(train_set, 8, sampler=sampler)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from paceline.cli.doctor import Confidence, Diagnostic
+from paceline.cli.doctor.script.library_call import qualified_name
 from paceline.cli.doctor.script.trace import JobTrace, PathCondition, TraceEvent, first, found, who
 from paceline.cli.doctor.script.value import Fact
 
@@ -64,7 +65,11 @@ def collectives(job: JobTrace) -> Iterator[Diagnostic]:
 def _ends_early(node: ast.AST) -> bool:
     """Returns True if a test only decides whether a loop or function ends early. (Another rule covers such tests.)"""
     ends = (ast.Break, ast.Continue, ast.Return, ast.Raise)
-    return any(isinstance(each, ends) for each in ast.walk(node))
+    exits = {"exit", "_exit", "quit", "abort"}
+    return any(
+        isinstance(each, ends) or (isinstance(each, ast.Call) and qualified_name(each).rpartition(".")[2] in exits)
+        for each in ast.walk(node)
+    )
 
 
 def _orders(job: JobTrace) -> Iterator[Diagnostic]:
@@ -291,6 +296,8 @@ def files(job: JobTrace) -> Iterator[Diagnostic]:
             fix = "pass exist_ok=True"
             name = "all-ranks-mkdir"
         else:
+            before = [each for each in job.traces[0].of("download") if each.phase == "script" != job.phase]
+            uncertain |= any(each.name == event.name for each in before)  # the files exist already
             reason = f"{every} download the same files at the same time, and the result may be damaged"
             fix = "download on rank 0 only, then call dist.barrier(), and read the files on all ranks"
             name = "all-ranks-download"

@@ -136,7 +136,8 @@ def access_files(call: LibraryCall) -> AbstractValue | None:
     if path is not None:
         parts = (each for value in call.arguments for each in value.contents())
         states = (each for each in parts if each.called in ("wrapped state", "wrapping"))
-        call.record("write", f"{call.name}()", path, next(states, None))
+        exports = call.path == "torch.onnx.export"  # the computation, without the wrapper
+        call.record("write", f"{call.name}()", path, None if exports else next(states, None))
         return known(None)
     is_path_method = call.name == "mkdir" and call.callee.receiver is not None and not is_module(call.callee)
     if call.path in ("os.mkdir", "os.makedirs") or is_path_method:

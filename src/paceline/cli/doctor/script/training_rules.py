@@ -58,7 +58,7 @@ def loaders(job: JobTrace) -> Iterator[Diagnostic]:
                 iterations = _iterations(job, loader)
                 evaluates = bool(iterations) and all(each.without_gradients for each in iterations)
                 uncertain = loader.escaped or evaluates or not _is_familiar(loader) or job.uses_accelerator
-                uncertain |= "**" in loader.keywords
+                uncertain |= "**" in loader.keywords or (not iterations and _has_divided_twin(job, loader))
                 reason = "every rank reads all of the data, so an epoch counts each sample once for every rank"
                 fix = "pass sampler=DistributedSampler(dataset), and pass shuffle= to the sampler"
                 confidence = job.confidence(event, unless=uncertain)
@@ -74,6 +74,13 @@ def loaders(job: JobTrace) -> Iterator[Diagnostic]:
             uncertain = loader.escaped or sampler is None or sampler.called_name != "DistributedSampler"
             confidence = job.confidence(event, unless=uncertain)
             yield found(event, "batch-size", "batch_size multiplied by the world size", reason, fix, confidence)
+
+
+def _has_divided_twin(job: JobTrace, loader: AbstractValue) -> bool:
+    """Returns True if another loader of the same data set has a sampler, so that this one is perhaps not used."""
+    data = _keyword(loader, "dataset", 0)
+    others = [event.result for event in job.traces[0].of("loader") if event.result is not None]
+    return any(library_call.sampler_of(each) is not None and _keyword(each, "dataset", 0) is data for each in others)
 
 
 def _is_divided(loader: AbstractValue) -> bool:
@@ -345,6 +352,8 @@ def _indices(ranks: list[list[TraceEvent]]) -> list[object]:
     indices: list[object] = []
     for events in ranks:
         value = events[0].subject if events else None
+        if len({each.subject.text for each in events if each.subject is not None}) > 1:
+            return []  # every rank uses several GPUs
         constant = value.constant if value is not None and value.is_known else None
         if isinstance(constant, str) and re.fullmatch(r"cuda(:\d+)?", constant):
             indices.append(int(constant[5:]) if ":" in constant else "cuda")
