@@ -85,6 +85,35 @@ def test_what_differs_is_kept_for_each_rank(ranks: type[Ranks], tmp_path: Path) 
     ranks(3)(save_what_differs, tmp_path)
 
 
+def save_tensors_that_differ(root: Path) -> None:
+    """A tensor of 4 MiB, of which each rank would write a part if the ranks' tensors were the same."""
+    dist.init_process_group()
+    rank = dist.get_rank()
+    batches = nn.BatchNorm1d(2)
+    batches.running_mean.fill_(rank)  # the dict holds each rank's buffers, and a module loads them
+    torch.rand(rank)
+    mine = {"large": torch.full((1 << 20,), float(rank)), "same": torch.ones(3), "random": torch.get_rng_state()}
+    dist.save({**mine, "inner": {"long": torch.ones(rank + 1)}, "model": batches.state_dict()}, root)
+    expected = torch.rand(3)
+    got = {**{name: torch.zeros_like(tensor) for name, tensor in mine.items()}, "model": nn.BatchNorm1d(2)}
+    dist.load({**got, "inner": {"long": torch.zeros(rank + 1)}}, root)
+    assert all(torch.equal(got[name], mine[name]) for name in ("large", "same", "random"))
+    torch.set_rng_state(got["random"])
+    assert torch.equal(torch.rand(3), expected)
+    assert got["model"].running_mean.tolist() == [rank, rank]
+    got = {"large": None, "inner": None}
+    dist.load(got, root)
+    assert got["large"].unique().tolist() == [rank]
+    assert got["inner"]["long"].tolist() == [1] * (rank + 1)
+
+
+def test_tensors_that_differ_are_kept_for_each_rank(ranks: type[Ranks], tmp_path: Path) -> None:
+    ranks(2)(save_tensors_that_differ, tmp_path)
+    got = {"large": torch.ones(1 << 20), "same": None}  # one rank, which loads the tensor of rank 0
+    dist.load(got, tmp_path)
+    assert not got["large"].any()
+
+
 def save_different_models(root: Path) -> None:
     dist.init_process_group()
     width = 3 + dist.get_rank() // 2

@@ -23,7 +23,7 @@ from paceline.train.checkpoint.format.manifest import FILE
 from paceline.train.checkpoint.format.root import Listing, latest_name, listing_of, open_checkpoint, unfinished
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, nbytes_of
 from paceline.train.checkpoint.format.storage import ProgressPrinter, Storage, size_text
-from paceline.train.checkpoint.format.values import SEPARATOR, Json, encode, unescaped
+from paceline.train.checkpoint.format.values import SEPARATOR, Json, encode, unescaped, without_rank
 
 if TYPE_CHECKING:
     import torch
@@ -255,11 +255,16 @@ def export_model(options: argparse.Namespace) -> int:
 def exported_names(tensors: list[str], entry: str) -> dict[str, str]:
     """Maps the names of the tensors in a top-level entry of the state to their names relative to that entry.
 
+    Of the tensors that each rank saved separately, only those of rank 0 are exported.
+
     >>> exported_names(["model/layer.0.weight", "optimizer/state/0/exp_avg"], "model")
     {'model/layer.0.weight': 'layer.0.weight'}
+    >>> exported_names(["model/mean@rank0", "model/mean@rank1"], "model")
+    {'model/mean@rank0': 'mean'}
     """
     prefix = f"{entry}{SEPARATOR}" if entry else ""
-    return {name: unescaped(name[len(prefix) :]) for name in tensors if name.startswith(prefix)}
+    names = {name: without_rank(name) for name in tensors if name.startswith(prefix)}
+    return {name: unescaped(whole[len(prefix) :]) for name, (whole, rank) in names.items() if not rank}
 
 
 @dataclass(frozen=True)

@@ -254,8 +254,6 @@ def _capture(name: str, value: object, into: CapturedState, numbering: Numbering
     elif isinstance(value, (StatefulLoader, ShardLoader)):
         if into.is_first:  # rank 0's position counts, even in the last step of an epoch
             into.values[name] = _only_plain(name, value.state_dict())
-    elif isinstance(value, torch.Tensor):
-        into.add_tensor(name, value)
     elif isinstance(value, PendingGradients):
         if into.is_first:  # the gradients are the same on all workers
             into.hold_tree(name, value.state_dict())

@@ -110,21 +110,26 @@ class LoadPlan:
     ) -> None:
         """Requests that a tensor, or a region of it, be read into `target`.
 
+        If each rank saved its own tensor, that of this rank is read, or that of rank 0 if this rank saved none.
+
         Args:
             name: the name of the tensor.
             target: the destination, with any dtype and on any device.
             shape: the shape of the whole tensor, or None for the shape of `target`.
             region: the region, or None for the whole tensor.
-            by_all: whether all ranks request the same region. Default: True.
+            by_all: whether all ranks request the same region. Ignored if each rank saved its own tensor. Default: True.
 
         Raises:
             CheckpointError: the tensor in the checkpoint has a different shape, or there is no tensor with this name.
         """
-        if (saved := self.tensors.get(name)) is None:
+        known = next((full for full in self._candidates(name) if full in self.tensors), None)
+        if known is None:
             raise CheckpointError(
                 f"{name!r} is a tensor here, and something else in {self.checkpoint.describe()}; load it into an "
                 "object of the saved type, or into None to get the saved value"
             )
+        saved = self.tensors[known]
+        by_all = by_all and known == name
         shape = tuple(target.shape) if shape is None else shape
         region = whole(shape) if region is None else region
         if shape != saved.shape:
@@ -134,9 +139,9 @@ class LoadPlan:
             )
         dtype = type_of(saved.dtype)
         if target.dtype == dtype and target.is_cpu and target.is_contiguous():
-            self.items.append(ReadItem(name, region, target.detach().view(-1), by_all))
+            self.items.append(ReadItem(known, region, target.detach().view(-1), by_all))
             return
-        read = self.region(name, region, by_all=by_all)
+        read = self.region(known, region, by_all=by_all)
 
         def copy() -> None:
             with torch.no_grad():

@@ -93,8 +93,11 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
     """Checks that a checkpoint can hold a tensor.
 
     Raises:
-        TypeError: the tensor is sparse, quantized or distributed by another library, or has an unsupported dtype.
+        TypeError: the tensor is sparse, quantized, without values, distributed by another library, or has an
+            unsupported dtype.
     """
+    if tensor.is_meta:
+        raise TypeError(f"{name!r} is on the meta device and has no values; initialize it, or leave it out")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise TypeError(

@@ -44,6 +44,17 @@ def of_rank(name: str, rank: int) -> str:
     return f"{name}{_OF_RANK}{rank}"
 
 
+def without_rank(name: str) -> tuple[str, int | None]:
+    """Returns the name of a value without the rank that saved its own copy, and that rank; the inverse of `of_rank`.
+
+    >>> without_rank("random@rank3/torch"), without_rank("epoch")
+    (('random/torch', 3), ('epoch', None))
+    """
+    before, found, after = name.partition(_OF_RANK)
+    rank, separator, rest = after.partition(SEPARATOR)
+    return before + separator + rest, int(rank) if found else None
+
+
 def some(names: Collection[str]) -> str:
     """Formats the first few names for a message.
 
@@ -96,8 +107,8 @@ def encode(value: object, where: str = "the value") -> Json:
     if write is None:
         raise TypeError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot contain: it "
-            "can contain tensors, None, bool, int, float, complex, str, bytes, list, tuple, set and dict, and objects "
-            "with state_dict and load_state_dict"
+            "can contain tensors, None, bool, int, float, complex, str, bytes, list, tuple, set and dict, and, in "
+            "dicts only, objects with state_dict and load_state_dict"
         )
     return write(value, where)
 
