@@ -27,11 +27,13 @@ def calls_of_each_kind(backend: str) -> None:
     paceline.broadcast(x, 1)
     group = paceline.new_group([0, 1], group_desc="mine")
     paceline.barrier(group)
-    made = [call for call in mine().calls if call.operation != "barrier" or call.group > 1]
+    init, *calls = mine().calls
+    assert (init.group, init.operation, init.sequence) == (1, "new_group", 0)
+    made = [call for call in calls if call.operation != "barrier" or call.group > 2]
     assert [(call.group, call.operation, call.dtype, call.count, call.root, call.is_async) for call in made[:3]] == [
-        (1, "all_reduce", "float32", 1000, None, False),
-        (1, "all_reduce", "float32", 1000, None, True),
-        (1, "broadcast", "float32", 1000, 1, False),
+        (2, "all_reduce", "float32", 1000, None, False),
+        (2, "all_reduce", "float32", 1000, None, True),
+        (2, "broadcast", "float32", 1000, 1, False),
     ]
     assert [call.reduction for call in made[:3]] == ["sum", "max", None]
     sequences = [call.sequence for call in made[:3]]
@@ -39,14 +41,15 @@ def calls_of_each_kind(backend: str) -> None:
     assert all(call.state is CallStatus.DONE and call.outcome == "ok" for call in made)
     assert all(call.arrived_ns <= call.started_ns <= call.ended_ns for call in made)
     line = calls_of_each_kind.__code__.co_firstlineno
+    assert init.line == f"test_recorder.py:{line + 1}"
     lines = [f"test_recorder.py:{line + below}" for below in (4, 5, 7)]
     assert [call.line for call in made[:3]] == lines, "the line that made the call, not the one that waited for it"
     formed = made[3]
     assert (formed.operation, formed.sequence, formed.line) == ("new_group", 0, f"test_recorder.py:{line + 8}")
     groups = mine().groups
-    assert (groups[3].name, groups[3].ranks, groups[3].rank) == ("mine", (0, 1), rank)
-    assert groups[formed.group].identity == groups[3].identity
-    assert groups[1].name == "default" and groups[1].engine == f"{backend} on cpu"
+    assert (groups[4].name, groups[4].ranks, groups[4].rank) == ("mine", (0, 1), rank)
+    assert groups[formed.group].identity == groups[4].identity
+    assert groups[2].name == "default" and groups[2].engine == f"{backend} on cpu"
     paceline.destroy_process_group()
     assert all(group.closed_ns is not None for group in mine().groups.values())
 

@@ -96,6 +96,12 @@ dist.barrier()
 store = _get_default_store() if "FACE" == "torch.distributed" else default_world().store
 store.get("ready") if dist.get_rank() == 1 else time.sleep(300)
 """
+NO_INIT = """
+import os, time
+import paceline as dist
+os.environ["RANK"] == "1" and time.sleep(300)
+dist.init_process_group("paceline")
+"""
 ABANDONED = """
 import os
 import torch
@@ -187,6 +193,11 @@ def test_a_wait_for_a_key_is_told_with_the_key(said, face):
     told = said("sleep", "for the key 'ready'", job=KEY.replace("FACE", face))
     assert "rank 1 waits in store.get (script.py:9) for the key 'ready', which no rank has set, for " in told
     assert "rank 0 is at script.py:9" in told
+
+
+def test_a_rank_that_has_not_called_init_is_named(said):
+    told = said("sleep", "init_process_group()", job=NO_INIT)
+    assert "rank 0 waits in init_process_group() (script.py:5); rank 1 has not reached this call: it is at" in told
 
 
 def test_an_exit_during_an_async_call_is_the_headline(said):

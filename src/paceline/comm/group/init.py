@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -32,10 +32,11 @@ from paceline.comm.group.default import (
     resolve,
     set_default_world,
 )
-from paceline.comm.group.engines import Engines, permitted
+from paceline.comm.group.engines import Engines, identity_named, permitted
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.one_port.dialer import choose_port
 from paceline.comm.record import recorder
+from paceline.comm.rendezvous.environment import rank_and_world_size
 from paceline.comm.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.comm.security.secret import choose_level
 from paceline.comm.store.store import HashStore, Store
@@ -148,9 +149,9 @@ def init_process_group(
     device = make_current(device_id, chosen)
     timeout_s = to_seconds(DEFAULT_TIMEOUT if timeout is None else timeout)
     recorder.begin()
-    joined = perform_rendezvous(chosen, init_method, store, world_size, rank, timeout_s)
-    recorder.identify(joined.rank, joined.world_size)
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, _recorded(rank, world_size):
+        joined = perform_rendezvous(chosen, init_method, store, world_size, rank, timeout_s)
+        recorder.identify(joined.rank, joined.world_size)
         if store is None:
             undo.callback(joined.store.close)
         options = GroupOptions(group_name, interface, algorithm, between_hosts, wire)
@@ -159,6 +160,18 @@ def init_process_group(
         world.group.bind(device)
         undo.pop_all()
     set_default_world(OwnWorld(world.store, store is None, world.engines, world.group, timeout_s))
+
+
+@contextlib.contextmanager
+def _recorded(rank: int, world_size: int) -> Iterator[None]:
+    """Records the formation of the default group, if this process knows its rank before the rendezvous."""
+    try:
+        rank, world_size = rank_and_world_size(rank, world_size)
+    except ValueError:
+        yield
+        return
+    with recorder.recorded_formation("", identity_named("init_process_group"), rank, range(world_size)):
+        yield
 
 
 def destroy_process_group(group: Group = None) -> None:

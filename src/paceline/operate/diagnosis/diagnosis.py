@@ -180,8 +180,15 @@ def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -
         MismatchKind.OTHER_SHAPE: _difference_in(found.theirs, found.expected),
         MismatchKind.OTHER_CALL: "it took a different path through the program",
     }[found.kind]
-    sentence = f"{start}{strays} called {found.theirs} as call {found.sequence}{where}, {due}: {does}"
+    handled = _handled(snapshot, found.strays[0]) if len(found.strays) == 1 else ""
+    sentence = f"{start}{strays} called {found.theirs} as call {found.sequence}{where}{handled}, {due}: {does}"
     return Diagnosis(_CAUSE_OF_MISMATCH[found.kind], found.strays, sentence)
+
+
+def _handled(snapshot: JobSnapshot, number: int) -> str:
+    """Describes the exception that made a rank leave the path of the others, for example into a `finally` clause."""
+    ending = next((rank.ending for rank in snapshot.ranks if rank.rank == number), None)
+    return f" while it handled {ending.handled}" if ending is not None and ending.handled else ""
 
 
 def _difference_in(theirs: CallSignature, expected: CallSignature) -> str:
@@ -350,7 +357,8 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
         for rank in others:
             if by_rank[rank].store_wait is not None:
                 too += f"; {named([rank], snapshot.word)} waits in {_store_wait(by_rank[rank])}"
-        sentence = start + absence(snapshot, by_rank[number], found.doing) + too
+        doing = _destroyed(by_rank[number], wait, found.doing) or found.doing
+        sentence = start + absence(snapshot, by_rank[number], doing) + too
         if not found.is_fault:
             sentence += ". This is not an error if it evaluates, saves or compiles"
         return Diagnosis(found.cause, (number,), sentence, found.is_fault)
@@ -364,6 +372,17 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
         "recording"
     )
     return Diagnosis(Cause.UNKNOWN, wait.strangers, sentence, is_certain=False)
+
+
+def _destroyed(rank: RankState, wait: CallWait, doing: str) -> str:
+    """Describes a rank that has destroyed the group while others wait for it there; returns "" for other ranks."""
+    seat = rank.seats.get(wait.call.group)
+    if seat is None or not seat.is_closed or rank.ending is not None:
+        return ""
+    if rank.place is not None or not rank.calls:
+        return f"has destroyed the group and {doing}"
+    last = max(rank.calls, key=lambda call: call.arrived_s)
+    return f"has destroyed the group after {last}{f' ({last.line})' if last.line else ''}"
 
 
 def _miscounted(snapshot: JobSnapshot, wait: CallWait) -> Diagnosis | None:
@@ -441,14 +460,17 @@ def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
 
 def _disagreed(snapshot: JobSnapshot) -> Diagnosis | None:
     """Describes an error that all ranks raise because the arguments of a Paceline object differ, such as the models."""
-    failed = [rank for rank in snapshot.ranks if rank.ending is not None and rank.ending.manner is ExitReason.MISMATCH]
+    failed = [
+        rank
+        for rank in snapshot.ranks
+        if rank.ending is not None and rank.ending.manner is ExitReason.MISMATCH and rank.ending.line
+    ]
     if not failed:
         return None
     first = min(failed, key=lambda rank: rank.ending.at_s if rank.ending is not None else 0.0)
     assert first.ending is not None
-    where = f" ({first.ending.line})" if first.ending.line else ""
-    numbers = [rank.rank for rank in failed]
-    sentence = f"{beginning(snapshot, numbers)}{named(numbers, snapshot.word)} disagreed{where}: {first.ending.how}"
+    numbers, line = [rank.rank for rank in failed], first.ending.line
+    sentence = f"{beginning(snapshot, numbers)}{named(numbers, snapshot.word)} disagreed ({line}): {first.ending.how}"
     return Diagnosis(Cause.OTHER_SHAPE, tuple(numbers), sentence)
 
 

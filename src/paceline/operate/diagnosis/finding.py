@@ -11,6 +11,7 @@ from paceline.operate.diagnosis.wait_graph import CallWait
 
 _MOST_NAMED = 8
 _MOST_LINES = 64
+_DEFAULT_GROUPS = ("group default", "group 0")  # Paceline's and torch.distributed's
 
 
 class Cause(Enum):
@@ -149,11 +150,15 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
     waiters = [rank for rank in snapshot.ranks if rank.rank in who]
     have_ended = all(rank.ending is not None for rank in waiters)
     word = "waited" if have_ended else verb(len(who), "wait")
-    if wait.is_formation and not of:
-        of = next((f" of the {seat.name}" for rank in waiters if (seat := rank.seats.get(wait.call.group))), "")
+    call = str(wait.call)
+    if wait.is_formation:
+        name = next((seat.name for rank in waiters if (seat := rank.seats.get(wait.call.group))), "")
+        of = f" of the {name}" if name else ""
+        if name in _DEFAULT_GROUPS:
+            call, of = "init_process_group()", ""
     line = wait.call.line or next((line for rank in waiters if (line := line_of(rank))), "")
     where = f" ({line})" if line else ""
-    return f"{named(who, snapshot.word)} {word} in {wait.call}{of}{where}"
+    return f"{named(who, snapshot.word)} {word} in {call}{of}{where}"
 
 
 def line_of(rank: RankState) -> str:

@@ -233,12 +233,14 @@ class RankExitStatus:
         at_s: the time of the exit.
         how: a short description of the exit.
         line: the line in the user's program that raised an exception, or "".
+        handled: the exception that the program was handling when it raised this one, or "".
     """
 
     manner: ExitReason
     at_s: float
     how: str = ""
     line: str = ""
+    handled: str = ""
 
 
 @dataclass(frozen=True)
@@ -250,13 +252,15 @@ class GroupMembership:
         size: the number of members.
         name: the name of the group in error messages.
         ranks: the members' numbers in the job, ordered by group rank. They are only given while the rank is waiting for
-            the group to form.
+                        for the group to form.
+        is_closed: whether the rank has destroyed the group.
     """
 
     number: int
     size: int
     name: str = ""
     ranks: tuple[int, ...] = ()
+    is_closed: bool = False
 
 
 @dataclass(frozen=True)

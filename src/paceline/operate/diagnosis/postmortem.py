@@ -134,8 +134,8 @@ def _failures(path: Path) -> list[tuple[int, RankExitStatus]]:
     """Reads a rank's failure from a launcher's file; returns an empty list if the file cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(path.read_text())
-        record = found["record"]
-        how = record["text"].rstrip().rpartition("\n")[2] if record else found["how"]
-        manner = ExitReason[found["manner"]] if "manner" in found else ExitReason.EXITED
-        return [(int(found["rank"]), RankExitStatus(manner, float(found["seen_s"]), how, found.get("line", "")))]
+        ending = RankExitStatus(
+            ExitReason[found["manner"]], float(found["seen_s"]), found["summary"], found["line"], found["handled"]
+        )
+        return [(int(found["rank"]), ending)]
     return []

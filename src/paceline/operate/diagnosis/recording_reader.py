@@ -424,7 +424,11 @@ def rank_state_of(recording: ProcessRecording, number: int | None = None) -> Ran
         pid=recording.pid,
         seats={
             groups[serial]: GroupMembership(
-                group.rank, group.size, _group_name(group, recording), group.ranks if serial in forming else ()
+                group.rank,
+                group.size,
+                _group_name(group, recording),
+                group.ranks if serial in forming else (),
+                group.closed_ns is not None,
             )
             for serial, group in recording.groups.items()
         },

@@ -100,7 +100,9 @@ def overdue(rank: RankState, now_s: float, patience: StallThreshold) -> RankCall
             for past in rank.calls
             if past.ended_s is not None and past.outcome == "ok" and kind_of(past) == kind_of(call)
         ]
-        if now_s - call.arrived_s >= patience.limit_s(earlier):
+        # Ranks may start at different times, so the formation of the first group may take longer than later calls.
+        is_start = call is rank.calls[0] and call.header.operation == "new_group"
+        if now_s - call.arrived_s >= (patience.idle_s if is_start else patience.limit_s(earlier)):
             return call
     return None
 

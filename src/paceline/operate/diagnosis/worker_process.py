@@ -52,6 +52,13 @@ _COMPILERS = (
     "triton/compiler/",
     "triton/runtime/",
 )
+# Files with functions that only call other functions.
+_WRAPPERS = (
+    "/contextlib.py",
+    "torch/utils/_contextlib.py",
+    "torch/distributed/c10d_logger.py",
+    "paceline/interop/torch_backend/patches.py",
+)
 _CHILD_WAITS = ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/pool.py")
 _NETWORK = ("/socket.py", "/ssl.py")
 _THREAD_WAITS = ("/threading.py", "/concurrent/futures/_base.py", "/queue.py")
@@ -113,8 +120,10 @@ def place_of(frames: Sequence[Frame]) -> StackLocation | None:
     if loader is not None:
         kind = "DataLoader" if "torch/utils/data" in loader.file else "StatefulLoader"
         what = f"{kind}.{loader.function}"
+    elif called := [frame for frame in frames[:depth] if not _is_in(frame, _WRAPPERS)]:
+        what = _library_function(called[-1])
     elif depth > 0:
-        what = _library_function(frames[depth - 1])
+        what = ""
     else:
         what = "" if user.function == "<module>" else user.function
     return StackLocation(what, line, is_loader=is_data, is_call=is_call, activity=activity)
@@ -332,7 +341,7 @@ def _send_by_number(pid: int) -> bool:
 
 
 def _frames_of_other_thread(pid: int, file: int, deadline_s: float) -> tuple[Frame, ...]:
-    """Returns the frames of the first other thread that has Python frames and is not waiting for a thread."""
+    """Returns the frames of the first other thread that runs the user's code and is not waiting for a thread."""
     try:
         tgkill = ctypes.CDLL(None).tgkill
     except AttributeError:  # an older C library lacks the function
@@ -343,7 +352,7 @@ def _frames_of_other_thread(pid: int, file: int, deadline_s: float) -> tuple[Fra
         os.ftruncate(file, 0)
         tgkill(pid, thread, SIGNAL)
         frames = _answer(file, min(deadline_s, now_s + _THREAD_S))
-        if frames and not is_in_a_thread(frames):
+        if any(map(_is_users, frames)) and not is_in_a_thread(frames):
             return frames
     return ()
 

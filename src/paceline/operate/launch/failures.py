@@ -49,6 +49,7 @@ _STACKS = re.compile(r"\n\s*(?:At:\n|Exception raised from )")  # stacks that py
 # A connection that a child process broke, such as a worker of a DataLoader.
 _OF_CONNECTIONS = ("ConnectionResetError", "BrokenPipeError")
 _OF_CHILDREN = re.compile(r'^ *File ".*/(?:torch/utils/data|multiprocessing)/', re.MULTILINE)
+_DURING = "\nDuring handling of the above exception, another exception occurred:\n"
 _GROUP_PREFIX = " |"  # the characters before each line of an exception group
 _LONGEST_TEXT = 1 << 16
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
@@ -117,9 +118,21 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def line(self) -> str:
         """The line in the user's own code that raised the exception, such as `train.py:71`, or ""."""
-        frames = [] if self.record is None else _FRAME.findall(self.record.text)
-        own = [(file, number) for file, number in frames if is_user_file(file)]
-        return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
+        return "" if self.record is None else _last_user_line(self.record.text)
+
+    @property
+    def handled(self) -> str:
+        """The exception that the program was handling, with its line, when it raised this one; "" if there is none."""
+        text = "" if self.record is None else self.record.text
+        before, during, _ = text.partition(_DURING)
+        after_frames = re.split(r"^ .*\n", before, flags=re.MULTILINE)[-1] if during else ""
+        exception, line = after_frames.partition("\n")[0][:_LONGEST_SUMMARY], _last_user_line(before)
+        return f"{exception} ({line})" if exception and line else exception
+
+
+def _last_user_line(text: str) -> str:
+    own = [(file, number) for file, number in _FRAME.findall(text) if is_user_file(file)]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
 
 
 def _is_consequence(record: Record) -> bool:
@@ -301,6 +314,7 @@ def write_error_json(failure: WorkerFailure) -> None:
         with contextlib.suppress(OSError):  # e.g. the disk is full; the console also shows the failure
             Path(failure.log).mkdir(parents=True, exist_ok=True)
             more = {"how": failure.how, "manner": failure.manner, "line": failure.line}
+            more |= {"summary": failure.summary, "handled": failure.handled}
             Path(failure.log, "error.json").write_text(json.dumps({**msgspec.to_builtins(failure), **more}, indent=1))
 
 

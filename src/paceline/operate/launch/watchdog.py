@@ -246,4 +246,4 @@ def ending_of(exit_code: int, failure: WorkerFailure | None) -> RankExitStatus |
         return RankExitStatus(ExitReason.FINISHED, now_s) if exit_code == 0 else None
     record = failure.record
     at_s = (record.time_s if record is not None else failure.seen_s) - behind_s
-    return RankExitStatus(ExitReason[failure.manner], at_s, failure.summary, failure.line)
+    return RankExitStatus(ExitReason[failure.manner], at_s, failure.summary, failure.line, failure.handled)

@@ -11,9 +11,11 @@ from paceline.operate.diagnosis.finding import Cause, Diagnosis
 from paceline.operate.diagnosis.job_snapshot import (
     CallSignature,
     ExitReason,
+    GroupMembership,
     JobSnapshot,
     ProcessActivity,
     ProcessState,
+    RankCall,
     RankExitStatus,
     RankState,
     StackLocation,
@@ -223,3 +225,39 @@ def test_messages_with_different_tags_are_a_deadlock():
     assert "send(float32, 4, peer 1, tag 1)" in verdict.sentence and "tag 2)" in verdict.sentence
     alike = replace(ranks[1].calls[0], header=replace(headers[1], tag=1))
     assert diagnose(replace(seen, ranks=(ranks[0], replace(ranks[1], calls=(alike,))))) is None
+
+
+def test_an_exception_that_led_to_another_call_is_told():
+    plans = _loops(3)
+    plans[2][5] = replace(plans[2][5], header=CallSignature("barrier"))
+    seen = play(plans)
+    assert seen.ranks[2].ending is not None
+    ending = replace(seen.ranks[2].ending, handled="ValueError: bad sample (train.py:20)")
+    verdict = _verdict(replace(seen, ranks=(*seen.ranks[:2], replace(seen.ranks[2], ending=ending))))
+    assert (
+        "rank 2 called barrier() as call 6 (train.py:88) while it handled ValueError: bad sample (train.py:20), "
+        in (verdict.sentence)
+    )
+
+
+def test_a_rank_that_destroyed_the_group_is_told_as_such():
+    seen = play(_loops(2), stopped=(1, 4), like=RankState(1, place=StackLocation("", "train.py:9"), process=IDLE))
+    ((group, seat),) = seen.ranks[1].seats.items()
+    destroyed = replace(seen.ranks[1], seats={group: replace(seat, is_closed=True)})
+    told = _verdict(replace(seen, ranks=(seen.ranks[0], destroyed))).sentence
+    assert "rank 1 has not reached this call: it has destroyed the group and is at train.py:9" in told
+    told = _verdict(replace(seen, ranks=(seen.ranks[0], replace(destroyed, place=None, process=None)))).sentence
+    assert "it has destroyed the group after all_reduce(float32, 4096) call 4" in told
+
+
+def test_a_rank_that_the_others_await_in_init_is_told():
+    forming = RankCall("init", 0, CallSignature("new_group"), 5.0, line="train.py:9")
+    seats = {"init": GroupMembership(0, 2, "group default", ranks=(0, 1))}
+    waits = RankState(0, seats=seats, calls=(forming,), place=StackLocation("init", "train.py:9", is_call=True))
+    absent = RankState(1, place=StackLocation("", "train.py:6"), process=IDLE)
+    verdict = _verdict(JobSnapshot(20.0, (waits, absent)))
+    assert verdict.blamed == (1,)
+    assert verdict.sentence.startswith("rank 0 waits in init_process_group() (train.py:9); rank 1 has not reached this")
+    named = replace(waits, seats={"init": GroupMembership(0, 2, "group of ranks [0, 1]", ranks=(0, 1))})
+    told = _verdict(JobSnapshot(20.0, (named, absent))).sentence
+    assert told.startswith("rank 0 waits in new_group() of the group of ranks [0, 1] (train.py:9); rank 1 has")

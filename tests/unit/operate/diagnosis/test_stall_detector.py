@@ -11,12 +11,14 @@ from paceline.operate.diagnosis.job_snapshot import (
     CallSignature,
     RankCall,
     RankState,
+    StoreWait,
 )
 from paceline.operate.diagnosis.stall_detector import (
     ActivityTracker,
     StallReporter,
     StallThreshold,
     overdue,
+    overdue_since_s,
 )
 
 SUM = CallSignature("all_reduce", "float32", 4096, "SUM")
@@ -42,6 +44,20 @@ def test_a_call_is_overdue_only_by_the_measure_of_its_kind():
         0, calls=(*(RankCall("g", n, other, 0.0, 2.6, "ok") for n in range(50)), RankCall("g", 50, SUM, 100.0))
     )
     assert overdue(mixed, 110.1, StallThreshold()) is not None
+
+
+def test_the_formation_of_the_first_group_may_take_longer():
+    forming = RankCall("g", 0, CallSignature("new_group"), 100.0)
+    first, later = RankState(0, calls=(forming,)), RankState(0, calls=(RankCall("f", 1, SUM, 0.0, 1.0, "ok"), forming))
+    assert (overdue(first, 129.0, StallThreshold()), overdue(first, 131.0, StallThreshold())) == (None, forming)
+    assert (overdue(later, 109.0, StallThreshold()), overdue(later, 111.0, StallThreshold())) == (None, forming)
+
+
+def test_a_long_wait_for_a_store_is_overdue():
+    rank = replace(rank_with(waiting_since_s=103.0), store_wait=StoreWait("get", "'ready'", 1, 100.0))
+    assert overdue_since_s(rank, 112.0, StallThreshold()) is None
+    assert overdue_since_s(rank, 114.0, StallThreshold()) == 103.0
+    assert overdue_since_s(rank, 116.0, StallThreshold()) == 100.0
 
 
 def test_a_recording_that_changes_is_not_quiet():

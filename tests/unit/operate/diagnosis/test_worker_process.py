@@ -47,6 +47,17 @@ _DATASET = f"""Stack (most recent call first):
   File "/home/me/train.py", line 71 in <module>
 """
 
+_SEND = f"""Stack (most recent call first):
+  File "{_SITE}/torch/distributed/distributed_c10d.py", line 2 in send
+  File "{_SITE}/torch/distributed/c10d_logger.py", line 3 in wrapper
+  File "/home/me/train.py", line 8 in <module>
+"""
+
+_WAIT = f"""Stack (most recent call first):
+  File "{_SITE}/paceline/interop/torch_backend/patches.py", line 2 in call
+  File "/home/me/train.py", line 7 in <module>
+"""
+
 _SAVE = """Stack (most recent call first):
   File "/opt/venv/lib/python3.12/site-packages/torch/serialization.py", line 900 in save
   File "/home/me/train.py", line 5 in <module>
@@ -65,6 +76,8 @@ _USER = """Stack (most recent call first):
         (_DATASET, "in __getitem__ (data.py:12)", True, False),
         (_SAVE, "in serialization.save (train.py:5)", False, False),
         (_USER, "at train.py:5", False, False),
+        (_SEND, "in distributed_c10d.send (train.py:8)", False, True),
+        (_WAIT, "at train.py:7", False, False),
     ],
 )
 def test_the_users_line_is_named(text, told, is_loader, is_call):
@@ -85,9 +98,16 @@ _ROOTS = {"paceline": Path(paceline.__file__).parents[1], "torch": Path(torch.__
             *worker_process._LOADERS,
             *worker_process._CALLS,
             *worker_process._COMPILERS,
+            *worker_process._WRAPPERS,
             *failures._OWN_FILES,
         }
-        - {"runpy.py", "<frozen runpy>", "triton/compiler/", "triton/runtime/"}  # not installed with PyTorch for CPUs
+        - {
+            "/contextlib.py",
+            "runpy.py",
+            "<frozen runpy>",
+            "triton/compiler/",
+            "triton/runtime/",
+        }  # not installed with PyTorch for CPUs
     ),
 )
 def test_the_files_by_which_frames_are_recognized_exist(path):
@@ -113,21 +133,26 @@ def in_a_thread():
 if sys.argv[2] == "native":
     print(flush=True)
     in_native_code()
-thread = threading.Thread(target=in_a_thread, daemon=True)
+def in_the_main_thread():
+    thread.join()
+target, *args = (in_a_thread,) if sys.argv[2] == "thread" else (time.sleep, 300)
+thread = threading.Thread(target=target, args=args, daemon=True)
 thread.start()
 print(flush=True)
-thread.join()
+in_the_main_thread()
 """
 
 
 @pytest.fixture
-def program():
+def program(tmp_path):
     """Starts a program that provides its stack and then blocks at the location given by its argument."""
     started = []
+    script = tmp_path / "train.py"
+    script.write_text(_PROGRAM)
 
     def start(where):
         directory = os.path.dirname(bootstrap.__file__)
-        process = subprocess.Popen([sys.executable, "-c", _PROGRAM, directory, where], stdout=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, str(script), directory, where], stdout=subprocess.PIPE)
         started.append(process)
         process.stdout.readline()
         return process
@@ -139,7 +164,10 @@ def program():
         process.stdout.close()
 
 
-@pytest.mark.parametrize(("where", "function"), [("native", "in_native_code"), ("thread", "in_a_thread")])
+@pytest.mark.parametrize(
+    ("where", "function"),
+    [("native", "in_native_code"), ("thread", "in_a_thread"), ("thread without own code", "in_the_main_thread")],
+)
 def test_a_stack_is_taken_without_the_programs_help(program, where, function):
     process = program(where)
     wait_until(lambda: function in [frame.function for frame in worker_process.capture_stack(process.pid)])

@@ -157,3 +157,21 @@ def test_an_object_that_was_not_sent_is_a_consequence():
     )
     assert failure(0, f"{text} on that rank. Change what it sends").is_consequence
     assert not failure(0, "paceline.errors.CollectiveObjectError: rank 0: rank 1 sent a pickle").is_consequence
+
+
+@pytest.mark.parametrize(
+    ("before", "handled"),
+    [
+        (
+            'Traceback\n  File "/home/me/train.py", line 20, in f\nValueError: bad\nsample\n',
+            "ValueError: bad (train.py:20)",
+        ),
+        ('Traceback\n  File "/usr/lib/python3/dist-packages/a.py", line 2, in f\nKeyError\n', "KeyError"),
+        ('Traceback\n  File "/home/me/train.py", line 20, in f\n', ""),
+    ],
+)
+def test_the_exception_that_was_being_handled_is_known(before, handled):
+    during = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    record = Record(1.0, "PeerLostError", f"{before}{during}Traceback\nPeerLostError: rank 1 was lost\n")
+    assert WorkerFailure(0, 1, 1, 1.0, record).handled == handled
+    assert failure(0, "ValueError: bad").handled == failure(0, None).handled == ""

@@ -53,10 +53,16 @@ def run(arguments: list[str]) -> None:
     faulthandler.enable()  # prints the Python stack if the worker crashes in native code
     offer_stack()
     try:
-        _run_script(rest)
+        try:
+            _run_script(rest)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            uncaught.record(error)
+            raise
     except SystemExit:
         raise
-    except BaseException as error:
+    except BaseException as error:  # perhaps of a signal handler, which may raise it at the start of `record`
         uncaught.record(error)
         raise
 
@@ -223,13 +229,14 @@ class _ExceptionRecorder:
         self._path = path
         self._package = _package()
         self._worker = os.getpid()
+        self._is_recorded = False
 
     def record(self, error: BaseException) -> None:
-        """Records the exception, unless this process is a fork of the worker."""
+        """Records the exception, unless one is recorded already or this process is a fork of the worker."""
         import sys  # the script may have redefined names, because it shares this namespace
         from os import getpid
 
-        if getpid() != self._worker:
+        if self._is_recorded or getpid() != self._worker:
             return
         sys.path.insert(0, self._package)
         for _ in range(2):  # a signal handler of the script may raise an exception here, as that of a DataLoader does
@@ -237,6 +244,7 @@ class _ExceptionRecorder:
                 from paceline.operate.launch.failures import record_uncaught
 
                 record_uncaught(self._path, error)
+                self._is_recorded = True
                 return
             except Exception:  # the script's own exception must always propagate
                 pass
