@@ -147,6 +147,7 @@ def like_torch(file: str) -> None:
     for name, (optimizer_class, options) in OPTIMIZERS.items():
         ours = dist.DistributedDataParallel(build("transformer"))
         theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(ours.module))
+        options = {**options, "overlap_with_ddp": False}  # torch's default
         our_optimizer = dist.ZeroRedundancyOptimizer(ours.parameters(), optimizer_class, **options)
         their_optimizer = ZeroRedundancyOptimizer(theirs.parameters(), optimizer_class, **options)
         require_close(train(ours, our_optimizer, "transformer"), train(theirs, their_optimizer, "transformer"))
@@ -164,6 +165,8 @@ def like_torch(file: str) -> None:
             require_close(state["state"], other["state"])
             assert state["param_groups"] == other["param_groups"]
     gloo.destroy_process_group()
+    with pytest.raises(ValueError, match="pass overlap=True"):
+        dist.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
 
 
 def test_stage_one_is_torchs(ranks, tmp_path):

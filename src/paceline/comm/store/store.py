@@ -6,12 +6,14 @@ Each call performs one operation, which subclasses implement in `_apply`.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
+from typing import SupportsIndex
 
 from paceline import _core
 from paceline.durations import Timeout, to_seconds
@@ -72,11 +74,11 @@ class Store(ABC):
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sets `key` to `value`."""
-        self._ask(StoreOp.SET, [key.encode(), _bytes(value)])
+        self._ask(StoreOp.SET, [_key(key), _bytes(value)])
 
     def get(self, key: str) -> bytes:
         """Waits until `key` is set and returns its value."""
-        return self._wait_and_ask(StoreOp.GET, [key.encode()], None)[1][0]
+        return self._wait_and_ask(StoreOp.GET, [_key(key)], None)[1][0]
 
     def add(self, key: str, amount: int) -> int:
         """Adds `amount` to the number stored under `key` (0 if there is none) and returns the sum.
@@ -84,14 +86,16 @@ class Store(ABC):
         Raises:
             StoreError: the value is not a decimal number that fits into 64 bits.
         """
-        return self._ask(StoreOp.ADD, [key.encode()], amount)[0]
+        if not isinstance(amount, SupportsIndex):
+            raise TypeError(f"a store adds integers, not {type(amount).__name__}; convert the amount first")
+        return self._ask(StoreOp.ADD, [_key(key)], operator.index(amount))[0]
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
         """Sets `key` to `desired_value` if its value is `expected_value`; a missing key counts as empty.
 
         Returns the value afterward, or `expected_value` if the key is still missing.
         """
-        return self._ask(StoreOp.COMPARE_SET, [key.encode(), _bytes(expected_value), _bytes(desired_value)])[1][0]
+        return self._ask(StoreOp.COMPARE_SET, [_key(key), _bytes(expected_value), _bytes(desired_value)])[1][0]
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Waits until all `keys` exist."""
@@ -103,7 +107,7 @@ class Store(ABC):
 
     def delete_key(self, key: str) -> bool:
         """Removes `key`; returns whether it existed."""
-        return self._ask(StoreOp.DELETE, [key.encode()])[0] == 1
+        return self._ask(StoreOp.DELETE, [_key(key)])[0] == 1
 
     def num_keys(self) -> int:
         """Returns the number of keys, including queues; a shared store counts the keys from all its users."""
@@ -122,7 +126,7 @@ class Store(ABC):
 
     def append(self, key: str, value: bytes | str) -> None:
         """Appends `value` to the value of `key`; sets it if the key is missing."""
-        self._ask(StoreOp.APPEND, [key.encode(), _bytes(value)])
+        self._ask(StoreOp.APPEND, [_key(key), _bytes(value)])
 
     def has_extended_api(self) -> bool:
         """Returns True, because append, multi_get, multi_set and the queues are supported."""
@@ -130,7 +134,7 @@ class Store(ABC):
 
     def queue_push(self, key: str, value: bytes | str) -> None:
         """Puts `value` at the end of the queue `key`."""
-        self._ask(StoreOp.QUEUE_PUSH, [key.encode(), _bytes(value)])
+        self._ask(StoreOp.QUEUE_PUSH, [_key(key), _bytes(value)])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Removes and returns the first value of the queue `key`, waiting for one if `block` is True.
@@ -139,15 +143,15 @@ class Store(ABC):
             StoreQueueEmptyError: the queue is empty, and `block` is False.
         """
         if block:
-            return self._wait_and_ask(StoreOp.QUEUE_POP, [key.encode()], None)[1][0]
+            return self._wait_and_ask(StoreOp.QUEUE_POP, [_key(key)], None)[1][0]
         try:
-            return self._wait_and_ask(StoreOp.QUEUE_POP, [key.encode()], 0)[1][0]
+            return self._wait_and_ask(StoreOp.QUEUE_POP, [_key(key)], 0)[1][0]
         except StoreTimeoutError:
             raise StoreQueueEmptyError(f"the queue {key!r} of {self} is empty; queue_pop timed out at once") from None
 
     def queue_len(self, key: str) -> int:
         """Returns the number of values in the queue `key`."""
-        return self._ask(StoreOp.QUEUE_LENGTH, [key.encode()])[0]
+        return self._ask(StoreOp.QUEUE_LENGTH, [_key(key)])[0]
 
     def set_last_will(self, key: str, value: bytes | str | None) -> None:
         """Makes the store set `key` to `value` when the connection of this process is lost or closed.
@@ -155,7 +159,7 @@ class Store(ABC):
         Each key has its own will. A later call for the same key replaces the value, and None withdraws the will. A
         `HashStore` exists only as long as its process, and ignores wills.
         """
-        self._ask(StoreOp.LAST_WILL, [key.encode(), _bytes("" if value is None else value)], int(value is None))
+        self._ask(StoreOp.LAST_WILL, [_key(key), _bytes("" if value is None else value)], int(value is None))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Waits until this method has been called `world_size` times with `key`, which must not be reused."""
@@ -224,10 +228,16 @@ def _bytes(value: bytes | str) -> bytes:
     raise TypeError(f"a store's values are bytes or str, not {type(value).__name__}; encode it first")
 
 
+def _key(key: str) -> bytes:
+    if not isinstance(key, str):
+        raise TypeError(f"a store's keys are str, not {type(key).__name__}; pass str(key)")
+    return key.encode()
+
+
 def _keys(keys: Sequence[str]) -> list[bytes]:
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"keys is {keys!r}; it must be a list of keys, [{keys!r}] for one")
-    return [key.encode() for key in keys]
+    return [_key(key) for key in keys]
 
 
 def _names(keys: list[bytes]) -> str:

@@ -27,6 +27,7 @@ from paceline.durations import Timeout, to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 
 BACKLOG = 1024  # the number of connections that may wait to be accepted
+_LARGEST_PORT = 65535
 _LISTENING = "0A"
 _JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"  # keys
 
@@ -98,7 +99,7 @@ class TCPStore(RemoteStore):
         use_libuv: ignored, because Paceline has only one server implementation (torch has two).
 
     Raises:
-        ValueError: the address is not loopback and the job has no secret.
+        ValueError: the address is not loopback and the job has no secret, or there is no such port.
         StoreConnectionError: the port is in use (the message identifies the process that uses it, if known), or no
             server answered within `timeout`.
         AuthenticationError: the server at this address belongs to another job.
@@ -116,6 +117,8 @@ class TCPStore(RemoteStore):
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
     ) -> None:
+        if not 0 <= int(port) <= _LARGEST_PORT:
+            raise ValueError(f"TCPStore: port is {port}; it must be from 0 to {_LARGEST_PORT}")
         self.host = host_name
         self.world_size = world_size
         secret = job_secret()

@@ -61,14 +61,14 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         offload: a directory for a memory-mapped file that holds the master copies and the state, or "cpu" to hold them
             in CPU memory if the parameters are on a GPU. With "cpu", gradients and parameters are transferred through
             page-locked memory.
-        defaults: keyword arguments for `optimizer_class`.
+        defaults: keyword arguments for `optimizer_class`. torch's argument `overlap_with_ddp` must be False.
 
     Raises:
         CollectiveMismatchError: parameters or arguments differ between ranks; raised on every rank.
         TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a Paceline
             group.
-        ValueError: `stage` is not 1, 2 or 3; `stage` is 3 and there is no module, or its parameters are on several
-            devices; or `offload` is "cpu" and parameters are on the CPU.
+        ValueError: `overlap_with_ddp` is True; `stage` is not 1, 2 or 3; `stage` is 3 and there is no module, or its
+            parameters are on several devices; or `offload` is "cpu" and parameters are on the CPU.
         OSError: no file can be created in the directory `offload`, or the disk is full.
 
     Example::
@@ -91,6 +91,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         offload: str | os.PathLike[str] | None = None,
         **defaults: Any,
     ) -> None:
+        if defaults.pop("overlap_with_ddp", False):
+            raise ValueError(
+                "ZeroRedundancyOptimizer: overlap_with_ddp=True needs a hook of torch's DistributedDataParallel; pass "
+                "overlap=True, with which the averages and the updates overlap with the backward pass"
+            )
         if isinstance(params, nn.Module):
             module = params
             params = module.parameters()

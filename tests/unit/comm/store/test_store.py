@@ -41,6 +41,27 @@ def test_other_values_are_refused(store: Store, value: object) -> None:
         store.set("key", value)
 
 
+class Two:
+    def __index__(self) -> int:
+        return 2
+
+
+def test_keys_and_amounts_of_other_types_are_refused(store: Store) -> None:
+    calls = [
+        store.get,
+        store.delete_key,
+        store.queue_len,
+        lambda key: store.set(key, "x"),
+        lambda key: store.wait([key]),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="keys are str, not int"):
+            call(1)
+    with pytest.raises(TypeError, match="adds integers, not float"):
+        store.add("n", 1.5)
+    assert store.add("n", Two()) == 2  # as a NumPy integer
+
+
 def test_a_string_is_not_a_list_of_keys(store: Store) -> None:
     with pytest.raises(TypeError, match="list of keys"):
         store.wait("key")

@@ -33,6 +33,14 @@ def test_clients_of_a_server_share_its_keys() -> None:
     server.close()
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 70000])
+@pytest.mark.parametrize("is_master", [False, True])
+def test_a_port_that_does_not_exist_is_refused(port: int, is_master: bool) -> None:
+    """Otherwise 70000 would be port 4464."""
+    with pytest.raises(ValueError, match=f"port is {port}; it must be from 0 to 65535"):
+        TCPStore("localhost", port, 1, is_master, wait_for_workers=False)
+
+
 def test_ipv6_serves() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6")
