@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
-from typing import SupportsIndex
 
 from paceline import _core
 from paceline.durations import Timeout, to_seconds
@@ -86,7 +85,7 @@ class Store(ABC):
         Raises:
             StoreError: the value is not a decimal number that fits into 64 bits.
         """
-        if not isinstance(amount, SupportsIndex):
+        if not hasattr(amount, "__index__"):
             raise TypeError(f"a store adds integers, not {type(amount).__name__}; convert the amount first")
         return self._ask(StoreOp.ADD, [_key(key)], operator.index(amount))[0]
 
