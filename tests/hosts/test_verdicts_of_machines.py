@@ -39,3 +39,23 @@ def test_the_serving_launcher_names_a_rank_elsewhere(machines):
     said = machines.said(first)
     assert "ranks 0-2 wait in all_reduce(float32, 4) call 12 (worker.py:9)" in said
     assert "has not reached this call" not in machines.said(second)
+
+
+LEAVING = """
+import sys
+import torch, paceline as dist
+dist.init_process_group()
+for step in range(20):
+    if step == 10 and dist.get_rank() == 1:
+        sys.exit(0)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_an_early_exit_of_a_machines_only_rank_is_told_last(machines):
+    machines.script.write_text(LEAVING)
+    place = ("--nnodes=2", "--master-addr", ipv4(0), "--master-port=29400", "--no-pin", "--shutdown-timeout=1")
+    first, _ = (machines.start(host, *place, "--node-rank", str(host), str(machines.script)) for host in range(2))
+    machines.wait(lambda: first.poll() is not None)
+    *_, last = machines.said(first).splitlines()
+    assert "rank 1 exited too early, with exit code 0 after all_reduce(float32, 4) call " in last

@@ -54,6 +54,7 @@ _COMPILERS = (
 )
 # Files with functions that only call other functions.
 _WRAPPERS = (
+    "<frozen importlib",
     "/contextlib.py",
     "torch/utils/_contextlib.py",
     "torch/distributed/c10d_logger.py",

@@ -39,6 +39,9 @@ _LONGEST_PAUSE_S = 30.0  # maximum interval between snapshots that do not find a
 class Watchdog:
     """Monitors workers until `close` is called.
 
+    Attributes:
+        is_on: Whether the watchdog takes snapshots.
+
     Args:
         stall_after_s: The duration in seconds after which a call counts as stalled; 0 turns the watchdog off.
         workers: A function that returns the running workers.
@@ -51,7 +54,7 @@ class Watchdog:
         self, stall_after_s: float, workers: Callable[[], Sequence[WatchedWorker]], report: Callable[[str, bool], None]
     ) -> None:
         self.threshold = StallThreshold.of(stall_after_s)
-        self._is_on = stall_after_s > 0
+        self.is_on = stall_after_s > 0
         self._workers = workers
         self._report = report
         self._look_s = min(LOOK_S, self.threshold.floor_s / 4)
@@ -75,11 +78,11 @@ class Watchdog:
     @property
     def deadline_s(self) -> float | None:
         """The time (monotonic) at which `tick` must be called; None for never."""
-        return self._next_s if self._is_on else None
+        return self._next_s if self.is_on else None
 
     def tick(self, now_s: float) -> None:
         """Checks the workers' recordings, and starts a snapshot if there has been no progress for too long."""
-        if not self._is_on or now_s < self._next_s:
+        if not self.is_on or now_s < self._next_s:
             return
         self._next_s = now_s + (self._every_s if self._preparing is not None else min(_BEFORE_S, self._every_s))
         if self._is_paused:
@@ -128,7 +131,7 @@ class Watchdog:
 
             return snapshot_failed_job(workers, is_deep)
 
-        if self._is_on:
+        if self.is_on:
             self._begin(take, is_failure=True)
 
     def _prepare(self) -> None:
@@ -188,7 +191,7 @@ class Watchdog:
 
     def should_read_final_recordings(self, has_failed: bool, lasted_s: float, workers: int) -> bool:
         """Returns True if reading the recordings of exited workers is worth the time."""
-        if not self._is_on:
+        if not self.is_on:
             return False
         return has_failed or (lasted_s >= 2 * self.threshold.ceiling_s and workers <= _FEW_WORKERS)
 

@@ -307,10 +307,12 @@ class WorkerGroupLauncher(Launcher):
     def _on_generation_over(self, generation: WorkerGroup) -> None:
         number, failures = generation.number, tuple(generation.failures)
         has_failed, lasted_s = bool(failures) or self._was_told_to_stop, time.monotonic() - self._started_s
-        if self._watcher.should_read_final_recordings(has_failed, lasted_s, len(generation.workers)):
+        is_useful = self._watcher.should_read_final_recordings(has_failed, lasted_s, len(generation.workers))
+        # Ranks on other machines may still wait for these workers.
+        if is_useful or (self._watcher.is_on and len(self._world) > len(generation.workers)):
             snapshot = final_snapshot(self._watched())
             if snapshot is not None and self._stopped_by is None:
-                self._connection.client.send(SnapshotReport(snapshot, is_last=True))
+                self._connection.client.send(SnapshotReport(snapshot, is_last=True, is_short=not is_useful))
         self._dashboard.record_exits()
         self._close_workers()
         if self._stopped_by is not None:

@@ -102,12 +102,13 @@ _ROOTS = {"paceline": Path(paceline.__file__).parents[1], "torch": Path(torch.__
             *failures._OWN_FILES,
         }
         - {
+            "<frozen importlib",
             "/contextlib.py",
             "runpy.py",
             "<frozen runpy>",
             "triton/compiler/",
             "triton/runtime/",
-        }  # not installed with PyTorch for CPUs
+        }  # Python's own, and those not installed with PyTorch for CPUs
     ),
 )
 def test_the_files_by_which_frames_are_recognized_exist(path):

@@ -108,6 +108,7 @@ class ReceivedSnapshot:
 
     picture: MachineSnapshot
     at_s: float
+    is_short: bool = False
 
     def by(self, now_s: float) -> MachineSnapshot:
         """Returns the snapshot as if it had been taken now."""
@@ -215,7 +216,7 @@ class DiagnosisCollector(ControllerMiddleware):
             picture = decode(sighting.body)
         except ValueError:
             return []
-        arrived = ReceivedSnapshot(picture, now_s)
+        arrived = ReceivedSnapshot(picture, now_s, sighting.is_short)
         orders: Orders = []
         if sighting.is_last:
             self._last[node] = arrived
@@ -324,7 +325,7 @@ class DiagnosisCollector(ControllerMiddleware):
         if end.code == 0:
             from paceline.operate.diagnosis.stragglers import describe_slowdowns
 
-            pictures = [snapshot.picture for snapshot in self._last.values()]
+            pictures = [snapshot.picture for snapshot in self._last.values() if not snapshot.is_short]
             return explain_or_default(lambda: describe_slowdowns(pictures, self.word), [])
         seen = self._failure.pictures if self._failure is not None else {}
         verdict = self._verdict({**seen, **self._last}, now_s) if seen or (self._last and end.failures) else None

@@ -193,11 +193,13 @@ class SnapshotReport(_NodeMessage, frozen=True):
         body: The snapshot, encoded by `operate/diagnosis/machine_snapshot.py`.
         is_last: Whether the workers have exited.
         is_failure: Whether a worker has failed, on this node or on the node for which the snapshot was requested.
+        is_short: Whether the workers have finished, but ran too briefly to look for stragglers among them.
     """
 
     body: str
     is_last: bool = False
     is_failure: bool = False
+    is_short: bool = False
 
 
 class DashboardWatched(_NodeMessage, frozen=True):

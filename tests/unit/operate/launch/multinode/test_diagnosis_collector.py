@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from observed_world import loop, play
 
-from paceline.operate.diagnosis import machine_snapshot
+from paceline.operate.diagnosis import machine_snapshot, stragglers
 from paceline.operate.diagnosis.job_snapshot import (
     CallSignature,
     ExitReason,
@@ -49,8 +50,10 @@ class Inner:
     def tick(self, now_s):
         return []
 
+    code = 1
+
     def ended(self, node, why, now_s):
-        return [("a", JobEnded(1, failures=self.failures))]
+        return [("a", JobEnded(self.code, failures=self.failures))]
 
     def lost(self, node, why, now_s, silent_s=0.0):
         return self.ended(node, why, now_s)
@@ -274,6 +277,17 @@ def test_the_first_of_failures_on_two_nodes_is_blamed():
     sightings.reported("a", SnapshotReport(ended(seen, [0, 1], 0, second), is_last=True), 5.0)
     (_, told), _ = sightings.ended("a", "", 5.0)
     assert "rank 3 failed: ValueError: the first" in told.text
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_only_long_runs_are_searched_for_stragglers(monkeypatch, is_short):
+    sightings, seen, searched = nodes(), scene(), []
+    monkeypatch.setattr(stragglers, "describe_slowdowns", lambda snapshots, word: searched.extend(snapshots) or [])
+    sightings.inner.code = 0
+    last = machine_snapshot.encode(MachineSnapshot(seen.now_s, seen.ranks[2:]))
+    sightings.reported("b", SnapshotReport(last, is_last=True, is_short=is_short), 1.0)
+    assert all(isinstance(order, JobEnded) for _, order in sightings.ended("a", "", 5.0))
+    assert len(searched) == (0 if is_short else 1)
 
 
 def test_a_failure_is_told_when_its_node_is_lost():
