@@ -101,6 +101,7 @@ def fenced(member: Member, current: Collection[str]) -> None:
     world = member.world
     is_over = any(other.has_finished for other in world.members.values())
     is_needed = member.round == world.rounds if is_over else member.round != NO_STATE
+    is_needed = is_needed and not all(world.members[uid].is_leaving for uid in current)  # then all may be dismissed
     if member.uid in current and is_needed:
         raise Violation(f"{member.uid} is killed, and is one of {sorted(current)}, who hold the state; {world.story()}")
     member.is_frozen = False
@@ -132,9 +133,11 @@ def come_back(world: World, site: Site) -> None:
     if site.is_gone:
         return
     site.is_cut = site.is_isolated = site.is_known_lost = False
-    coordinator, now_s, unheard = world.coordinator, world.now_s, site.unheard
+    coordinator, now_s = world.coordinator, world.now_s
+    here = [each for each in world.members.values() if each.site is site]
+    unheard = [(each.uid, f"exit code {each.code}", each.code) for each in here if world.is_unheard(each)]
     world.obey(coordinator.machine_joined(site.name, f"host-{site.name}", site.slots, now_s))
-    for each in [each for each in world.members.values() if each.site is site]:
+    for each in here:
         if each.state != "dead" or each.uid in [uid for uid, _, _ in unheard]:
             world.obey(coordinator.worker_started(each.uid, site.name, now_s, tuple(each.standing.messages)))
             if each.was_stalled:
@@ -142,7 +145,6 @@ def come_back(world: World, site: Site) -> None:
     for uid, how, code in unheard:
         world.reported_dead.add(uid)
         world.obey(coordinator.worker_ended(uid, how, code, now_s))
-    site.unheard = []
     world.obey(coordinator.machine_listed(site.name, now_s))
 
 

@@ -95,7 +95,7 @@ class Site:
 
     __slots__ = (
         *("attempts", "cuts", "fingerprint", "has_begun", "is_cut", "is_gone", "is_isolated", "is_known_lost", "name"),
-        *("replaces", "slots", "unheard"),
+        *("replaces", "slots"),
     )  # fmt: skip
 
     def __init__(self, name: str, slots: int, attempts: int) -> None:
@@ -107,7 +107,6 @@ class Site:
         self.is_isolated = False  # from all other machines too
         self.is_known_lost = False  # to the coordinator
         self.cuts = 0
-        self.unheard: list[tuple[str, str, int]] = []  # deaths during the cut
 
 
 class Member:

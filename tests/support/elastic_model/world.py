@@ -210,6 +210,10 @@ class World:
         else:
             self.obey(coordinator.slots_changed(site.name, *args, self.now_s))
 
+    def is_unheard(self, member: Member) -> bool:
+        """Returns True if the coordinator has not received the report that a worker has exited."""
+        return member.state == "dead" and member.uid not in self.reported_dead
+
     def ended(self, member: Member, code: int) -> None:
         """A process has exited: its launcher reports this, and may start another process."""
         site = member.site
@@ -219,8 +223,6 @@ class World:
             self.heap[:] = [each for each in self.heap if each[3] != self.arrives or each[4][3] != member.uid]
             heapify(self.heap)
         how = f"exit code {code}"
-        if site.is_cut:
-            site.unheard.append((member.uid, how, code))
         self.report(member, "ended", how, code)
         if not site.replaces or member.has_finished:
             return

@@ -204,7 +204,9 @@ class LoadPlan:
 def _with_numbers(state: dict[object, Any]) -> dict[object, Any]:
     """Converts the keys in the state of an optimizer to parameter numbers; returns other states unchanged."""
     groups = state.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(group, dict) and "params" in group for group in groups):
+    if not (isinstance(groups, list) and groups):
+        return state
+    if not all(isinstance(group, dict) and "params" in group for group in groups):
         return state
     return {**state, "state": {number_of(key): kept for key, kept in state.get("state", {}).items()}}
 

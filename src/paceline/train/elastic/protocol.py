@@ -256,6 +256,7 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         knowledge: The launcher's copy of the job state.
         workers: The running workers.
         ended: For each worker that has exited, its name, a description of the cause, and its exit code.
+        finished: The names of the workers that have completed their training loop.
         is_leaving: Whether the launcher will exit as soon as its workers have exited.
     """
 
@@ -266,6 +267,7 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     knowledge: ReplicatedJobState
     workers: tuple[WorkerReport, ...] = ()
     ended: tuple[tuple[str, str, int], ...] = ()
+    finished: tuple[str, ...] = ()
     is_leaving: bool = False
 
 

@@ -169,6 +169,7 @@ class MachineState:
             self.knowledge,
             tuple(workers),
             ended,
+            tuple(sorted(self._finished)),
             self.is_leaving,
         )
 

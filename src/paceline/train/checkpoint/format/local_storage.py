@@ -301,7 +301,7 @@ class DirectWriter:
             self._write_out(list(views))
             return
         aligned: list[memoryview] = []  # views to write without a copy
-        for view in views:
+        for view in filter(len, views):
             if self._filled == 0 and len(view) % ALIGNMENT == 0 and _is_aligned(view, 0):
                 aligned.append(view)
                 continue

@@ -184,6 +184,8 @@ class Coordinator:
             if worker.stalled is not None:
                 self.worker_stalled(worker.uid, worker.stalled, now_s)
         for uid, how, code in report.ended:
+            if uid in report.finished and (ended := self._registry.workers.get(uid)) is not None:
+                has_finished_loop(self._job, ended)
             self.worker_ended(uid, how, code, now_s)
         self.machine_listed(machine, now_s)
         self._is_resuming = was_resuming
@@ -421,9 +423,14 @@ def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, n
             if worker.phase is not WorkerPhase.MEMBER:
                 job.dismiss(worker, f"asked to leave: {message.reason}")
         case LoopFinished():
-            if not worker.has_finished:
-                worker.has_finished = True
-                job.finished.append(worker)
+            has_finished_loop(job, worker)
+
+
+def has_finished_loop(job: ElasticJob, worker: WorkerRecord) -> None:
+    """Records that a worker has completed its training loop."""
+    if not worker.has_finished:
+        worker.has_finished = True
+        job.finished.append(worker)
 
 
 def _handle_join_request(job: ElasticJob, worker: WorkerRecord, message: WorkerReady, now_s: float) -> None:

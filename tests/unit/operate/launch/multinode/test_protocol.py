@@ -72,7 +72,7 @@ WORKERS = (
 
 MESSAGES = [
     Heartbeat(),
-    Follow(MachineReport(1, "h1", 2, 1, STATE, WORKERS, (("1.2.0", "killed", -9),), True), (FAILURE,)),
+    Follow(MachineReport(1, "h1", 2, 1, STATE, WORKERS, (("1.2.0", "killed", -9),), ("1.2.0",), True), (FAILURE,)),
     StateReplicated(1 << 48),
     ReplicateOrder("1", STATE),
     FollowResponse(False, -1, "10.0.0.1:29400"),

@@ -87,6 +87,11 @@ def test_all_bytes_come_in_order(tmp_path: Path, refuses: str) -> None:
         assert refuses == "" or not any(is_direct for is_direct, _ in disk.writes)
 
 
+def test_no_bytes_need_no_alignment(tmp_path: Path) -> None:
+    empty, block = memoryview(bytearray()), memoryview(mmap.mmap(-1, ALIGNMENT))
+    assert written(tmp_path / "file", Noting(), [[empty, block], [empty]]) == bytes(block)
+
+
 def test_a_small_file_is_written_at_once(tmp_path: Path) -> None:
     disk = Noting()
     assert written(tmp_path / "small", disk, [[memoryview(b"a" * 5000)], [memoryview(b"b" * 5000)]])[4999:5001] == b"ab"

@@ -16,6 +16,8 @@ from paceline.train.elastic.coordinator.election import (
     TryMachine,
 )
 from paceline.train.elastic.protocol import (
+    EndOrder,
+    LoopFinished,
     View,
     WorkerReady,
     WorkerReport,
@@ -104,3 +106,12 @@ def test_a_machine_is_given_time_since_it_was_heard_of_last():
         coordinator, _ = running(m0=2, m1=1)
         assert views(coordinator.machine_lost("1", "reset", 0.0, silent_s)) == []
         assert views(coordinator.tick(left_out_s))[0].members == ("0.0.0", "0.1.0")
+
+
+def test_a_loop_that_ended_out_of_reach_counts():
+    coordinator, _ = running(m0=1, m1=1)
+    coordinator.machine_lost("1", "silence", 0.0)
+    coordinator.worker_said("0.0.0", LoopFinished(3), 0.1)
+    coordinator.worker_ended("0.0.0", "exit code -9", -9, 0.2)
+    back = report(1, workers=(), ended=(("1.0.0", "exit code 0", 0),), finished=("1.0.0",))
+    assert EndOrder(0) in coordinator.machine_returned(back, 1.0)
