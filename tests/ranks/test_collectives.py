@@ -134,6 +134,79 @@ def test_a_pair_that_disagrees_about_a_length_is_named():
     ALL_TO_ALL.require(3, "a_pair_that_disagrees")
 
 
+def uneven_parts(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Returns a tensor for each of three ranks, one of which is empty and one of which is strided."""
+    values = (torch.arange(80_002 + 12) % 7 + rank).to(dtype)
+    return [values[:80_002].view(2, -1), values[:0], values[80_002:].view(4, 3).t()]
+
+
+def a_gather_of_uneven_tensors() -> None:
+    rank = dist.get_rank()
+    for dtype in (torch.float32, torch.int64, torch.complex64, torch.bool):
+        sent = [uneven_parts(r, dtype)[r] for r in range(3)]
+        for async_op in (False, True):
+            received = [torch.zeros_like(tensor) for tensor in sent]
+            work = dist.all_gather(received, sent[rank], async_op=async_op)
+            assert work is None or (work.wait() and all(map(torch.equal, work.result(), received)))
+            assert all(map(torch.equal, received, sent))
+    persistent = dist.all_gather_init(received := [torch.zeros_like(tensor) for tensor in sent], sent[rank])
+    persistent()
+    assert all(map(torch.equal, received, sent))
+
+
+def a_reduce_scatter_of_uneven_parts() -> None:
+    rank = dist.get_rank()
+    for dtype, op in [
+        (torch.float32, ReduceOp.SUM),
+        (torch.float64, ReduceOp.AVG),
+        (torch.bfloat16, ReduceOp.MAX),
+        (torch.int64, ReduceOp.PRODUCT),
+        (torch.complex64, ReduceOp.SUM),
+        (torch.float32, dist.PremulSum(0.5)),
+    ]:
+        inputs = uneven_parts(rank, dtype)
+        before = [tensor.clone() for tensor in inputs]
+        for async_op in (False, True):
+            for r, tensor in enumerate(wanted := [tensor.clone() for tensor in inputs]):
+                dist.all_reduce(wanted[r] if tensor.numel() else torch.empty(0, dtype=dtype), op)
+            output = torch.zeros_like(inputs[rank])
+            work = dist.reduce_scatter(output, inputs, op, async_op=async_op)
+            assert work is None or (work.wait() and torch.equal(work.result()[0], output))
+            assert torch.equal(output, wanted[rank])
+        assert all(map(torch.equal, inputs, before))
+    persistent = dist.reduce_scatter_init(output := torch.zeros_like(inputs[rank]), inputs, op)
+    persistent()
+    assert torch.equal(output, wanted[rank])
+
+
+def uneven_sizes_that_differ_between_ranks() -> None:
+    rank = dist.get_rank()
+    sizes = [[2, 1, 3], [2, 1, 3], [2, 2, 3]][rank]
+    several = [torch.ones(size) for size in sizes]
+    with pytest.raises(dist.CollectiveMismatchError, match="consists of a reduce to each rank.* rank 2 .* 2 elements"):
+        dist.reduce_scatter(torch.empty(sizes[rank]), several)
+    with pytest.raises(dist.CollectiveMismatchError, match="consists of a reduce to each rank.* rank 2 .* 2 elements"):
+        dist.reduce_scatter(torch.empty(sizes[rank]), several, async_op=True).wait()
+    with pytest.raises(dist.CollectiveMismatchError, match=r"is an all_to_all.* rank 1 .* 4 bytes to rank 2 .* 8"):
+        dist.all_gather(several, torch.ones(sizes[rank]))
+    even = [torch.ones(2) for _ in sizes] if rank == 2 else several
+    for call in ("reduce", "all_to_all"):
+        with pytest.raises(dist.CollectiveMismatchError, match=rf"called {call}\(.*rank 2 .* called (all_g|reduce_s)"):
+            if call == "reduce":
+                dist.reduce_scatter(torch.empty(even[rank].shape), even)
+            else:
+                dist.all_gather(even, torch.ones(even[rank].shape))
+    dist.barrier()
+
+
+UNEVEN = OneWorld(a_gather_of_uneven_tensors, a_reduce_scatter_of_uneven_parts, uneven_sizes_that_differ_between_ranks)
+
+
+@pytest.mark.parametrize("claim", UNEVEN.programs)
+def test_tensors_of_different_sizes(claim):
+    UNEVEN.require(3, claim)
+
+
 def a_tensor_that_is_not_contiguous() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     strided = torch.full((6, 4), rank + 1.0).t()[::2]

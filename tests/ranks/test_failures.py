@@ -173,8 +173,20 @@ def give_bad_arguments() -> None:
         dist.all_reduce([torch.ones(1), torch.ones(1).double()])
     with pytest.raises(ValueError, match="needs one entry for each of the 2 ranks, not 1"):
         dist.all_gather([torch.ones(1)], torch.ones(1))
-    with pytest.raises(ValueError, match="entry 1 of the list of outputs has 2 elements; all must have 1"):
-        dist.all_gather([torch.ones(1), torch.ones(2)], torch.ones(1))
+    with pytest.raises(ValueError, match="entry 0 of the list of outputs has 2 elements; all must have 1"):
+        dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(1))
+    own = (
+        f"rank {dist.get_rank()}: .*: entry {dist.get_rank()} of .*, which is this rank's, has [23] elements, but .* 1;"
+    )
+    with pytest.raises(ValueError, match=own):
+        dist.all_gather([torch.ones(2), torch.ones(3)], torch.ones(1))
+    with pytest.raises(ValueError, match=own):
+        dist.reduce_scatter(torch.ones(1), [torch.ones(2), torch.ones(3)])
+    for call in (dist.all_gather, dist.reduce_scatter):
+        several, own_one = [torch.ones(1), torch.ones(2)], torch.ones(1 + dist.get_rank())
+        arguments = (several, own_one) if call is dist.all_gather else (own_one, several)
+        with pytest.raises(ValueError, match=f"{call.__name__} of tensors that differ in size .*wire='int8' was given"):
+            call(*arguments, wire="int8")
     with pytest.raises(ValueError, match="broadcast: src is 5, which is not in"):
         dist.broadcast(torch.ones(1), 5)
     with pytest.raises(ValueError, match="are mutually exclusive"):

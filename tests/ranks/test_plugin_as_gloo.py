@@ -132,3 +132,32 @@ def wait_for_a_late_first_rank(directory: str) -> None:
 
 def test_the_time_limit_of_a_monitored_barrier_is_rank_0s(ranks, tmp_path):
     ranks(2)(wait_for_a_late_first_rank, str(tmp_path))
+
+
+def exchange_uneven_tensors(directory: str) -> None:
+    def program() -> object:
+        rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+        found = []
+        for async_op in (False, True):
+            inputs = [torch.arange(3.0 * r + 1) + rank for r in range(size)]
+            output = torch.empty_like(inputs[rank])
+            work = torch_dist.reduce_scatter(output, inputs, async_op=async_op)
+            if work is not None:
+                work.wait()
+            found.append(output.tolist())
+        return found
+
+    with_both(program, directory)
+    os.makedirs(f"{directory}/gathered", exist_ok=True)
+    with torch_group("paceline", f"{directory}/gathered"):
+        rank = torch_dist.get_rank()
+        for async_op in (False, True):
+            outputs = [torch.empty(3 * r + 1) for r in range(2)]  # gloo requires equal sizes; torch's nccl does not
+            work = torch_dist.all_gather(outputs, torch.arange(3.0 * rank + 1), async_op=async_op)
+            if work is not None:
+                work.wait()
+            assert all(torch.equal(outputs[r], torch.arange(3.0 * r + 1)) for r in range(2))
+
+
+def test_lists_of_tensors_of_different_sizes_are_legal(ranks, tmp_path):
+    ranks(2)(exchange_uneven_tensors, str(tmp_path))

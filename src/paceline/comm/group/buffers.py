@@ -148,6 +148,7 @@ class Buffers:
         self.written: list[torch.Tensor] = []  # the caller's tensors (`kept` may contain copies instead)
         self.has_copies = False
         self.residual: torch.Tensor | None = None  # kept alive during the call
+        self.note = ""  # begins the message of a mismatch if the call is not the one that the program made
         self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.scale = scale
         self._any_order = any_order

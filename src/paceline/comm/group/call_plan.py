@@ -95,8 +95,15 @@ def plan_reduce(group: ProcessGroup, tensors: Tensors, root: int, op: Reduction,
 
 
 def plan_all_gather(group: ProcessGroup, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
-    """Returns the plan of an all_gather."""
-    return _plan_gather(Operation.ALL_GATHER, group, outputs, tensors, -1, timeout_ns)
+    """Returns the plan of an all_gather; if the ranks' tensors differ in size, it is the plan of an all_to_all."""
+    plan = _plan_gather(Operation.ALL_GATHER, group, outputs, tensors, -1, timeout_ns)
+    if not are_uneven(outputs, group, "all_gather"):
+        return plan
+    call, buffers = plan
+    mine, dense = call.inputs[0], buffers.kept[: len(as_list(tensors, "all_gather"))]
+    buffers.note = "all_gather of tensors that differ in size is an all_to_all, in which all ranks pass the same sizes"
+    inputs = [mine, *(buffers.read(dense) for _ in range(group.size() - 1))]
+    return call._replace(operation=Operation.ALL_TO_ALL, count=0, inputs=inputs), buffers
 
 
 def plan_gather(
@@ -120,7 +127,10 @@ def _plan_gather(
     written = lists_by_rank(outputs, group, name, "the list of outputs") if receives else []
     code = dtype_code([*read, *chain(*written)], name)
     count = count_elements(read)
-    require_counts(written, count, group, name, "the list of outputs")
+    if operation is Operation.ALL_GATHER and are_uneven(written, group, name):
+        require_own_count(written, count, group, name, "the list of outputs")
+    else:
+        require_counts(written, count, group, name, "the list of outputs")
     buffers = Buffers()
     flat_inputs = [buffers.read(read)]
     flat_outputs = [buffers.write(part) for part in written]
@@ -141,6 +151,31 @@ def plan_reduce_scatter(
     flat_outputs = [buffers.write(written)]
     operation = Operation.REDUCE_SCATTER
     return CollectiveCall(operation, code, reduce_code, -1, count, timeout_ns, flat_inputs, flat_outputs), buffers
+
+
+def plan_uneven_reduce_scatter(
+    group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
+) -> list[CallPlan]:
+    """Returns the plans of the reduces that perform a reduce_scatter of parts that differ in size, one for each root.
+
+    Copies this rank's part to `output`, where the reduce to this rank adds the parts of the other ranks.
+    """
+    written = as_list(output, "reduce_scatter")
+    read = lists_by_rank(inputs, group, "reduce_scatter", "input_list")
+    checked_reduction([*written, *chain(*read)], op, "reduce_scatter")
+    require_own_count(read, count_elements(written), group, "reduce_scatter", "input_list")
+    mine = group.rank()
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in read[mine]])
+    for tensor, values in zip(written, flat.split([tensor.numel() for tensor in written]), strict=True):
+        tensor.detach().copy_(values.view(tensor.shape))
+    parts = [written if root == mine else part for root, part in enumerate(read)]
+    plans = [plan_reduce(group, part, root, op, timeout_ns) for root, part in enumerate(parts)]
+    for _, buffers in plans:
+        buffers.note = (
+            "reduce_scatter of tensors that differ in size consists of a reduce to each rank, in which all ranks pass "
+            "the same sizes"
+        )
+    return plans
 
 
 def plan_scatter(
@@ -355,6 +390,19 @@ def lists_by_rank(lists: Sequence[Tensors], group: ProcessGroup, call: str, argu
     return [as_list(entry, f"{call}: {argument}") for entry in lists]
 
 
+def are_uneven(lists: Sequence[Tensors], group: ProcessGroup, call: str) -> bool:
+    """Returns True if there is one entry for each rank, and the entries differ in their numbers of elements.
+
+    The decision depends only on a list that all ranks pass with the same sizes, so all ranks make the same calls.
+
+    Raises:
+        TypeError: an entry is neither a tensor nor a list of tensors.
+    """
+    if isinstance(lists, torch.Tensor) or len(lists) != group.size():
+        return False
+    return len({count_elements(as_list(entry, call)) for entry in lists}) > 1
+
+
 def require_counts(
     lists: Sequence[list[torch.Tensor]], count: int, group: ProcessGroup, call: str, argument: str
 ) -> None:
@@ -369,6 +417,23 @@ def require_counts(
                 f"rank {group.me.rank}: {call}: entry {index} of {argument} has {count_elements(tensors)} elements; "
                 f"all must have {count}"
             )
+
+
+def require_own_count(
+    lists: Sequence[list[torch.Tensor]], count: int, group: ProcessGroup, call: str, argument: str
+) -> None:
+    """Checks that this rank's entry of `lists`, whose entries differ in size, has `count` elements.
+
+    Raises:
+        ValueError: the entry has the wrong number of elements.
+    """
+    mine = group.rank()
+    seen = count_elements(lists[mine])
+    if seen != count:
+        raise ValueError(
+            f"rank {group.me.rank}: {call}: entry {mine} of {argument}, which is this rank's, has {seen} elements, but "
+            f"this rank's tensor has {count}; both must have the same number"
+        )
 
 
 class TorchOptions(Protocol):

@@ -91,12 +91,17 @@ def with_wire(plan: CallPlan, wire: WireLike, ranks: int) -> CallPlan:
 
     Raises:
         TypeError: the call does not sum or move floats that can be rounded.
-        ValueError: there is no such format.
+        ValueError: there is no such format, or the ranks' parts differ in size.
     """
     if wire is None:
         return plan
     call, buffers = plan
     kind = wire.kind if isinstance(wire, Wire) else checked_kind(wire)
+    if call.operation is not Operation.ALL_REDUCE and call.operation not in _OF_ALL_RANKS:
+        raise ValueError(
+            f"{buffers.note or call.operation}: wire={kind!r} was given, but only tensors of one size are rounded. "
+            "Leave wire out, or pad the tensors to one size"
+        )
     if not is_quantizable(call):
         reduction = "" if call.reduce_op == NO_REDUCTION else f" with {ReduceOp(call.reduce_op).name}"
         types = ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTIZED_TYPES)

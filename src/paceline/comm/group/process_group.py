@@ -52,6 +52,7 @@ from paceline.comm.group.call_plan import (
     CallPlan,
     TorchOptions,
     are_options,
+    are_uneven,
     checked_tag,
     one_list,
     parts_by_rank,
@@ -64,6 +65,7 @@ from paceline.comm.group.call_plan import (
     plan_reduce,
     plan_reduce_scatter,
     plan_scatter,
+    plan_uneven_reduce_scatter,
     reduction_of,
     require_peer,
     require_root,
@@ -79,7 +81,7 @@ from paceline.comm.schedule.algorithms import explain_text
 from paceline.comm.schedule.quantized import WIRES
 from paceline.comm.schedule.steps import Operation
 from paceline.durations import Timeout, to_nanoseconds
-from paceline.errors import CollectiveError, CollectiveTimeoutError
+from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 
 ANY_SOURCE = -1
 
@@ -388,7 +390,7 @@ class ProcessGroup:
         timeout: Timeout | None = None,
         wire: WireLike = None,
     ) -> Work | None:
-        """Gathers `tensors` from all ranks on all ranks; `outputs[r]` receives rank r's tensors."""
+        """Gathers `tensors` from all ranks on all ranks; `outputs[r]` receives rank r's tensors; sizes may differ."""
         if (
             async_op is False
             and timeout is None
@@ -432,7 +434,7 @@ class ProcessGroup:
         timeout: Timeout | None = None,
         wire: WireLike = None,
     ) -> Work | None:
-        """Reduces `inputs[r]` over all ranks into the `output` of rank r."""
+        """Reduces `inputs[r]` over all ranks into the `output` of rank r; the parts may differ in size."""
         if are_options(op):
             inputs = one_list(inputs, "reduce_scatter")
             return self.reduce_scatter(output, inputs, reduction_of(op), True, time_limit(op))
@@ -448,6 +450,10 @@ class ProcessGroup:
             )
         ):
             return None
+        if are_uneven(inputs, self, "reduce_scatter"):
+            plans = plan_uneven_reduce_scatter(self, output, inputs, op, self.limit_ns(timeout))
+            works = [self._run(with_wire(plan, wire, self.size()), async_op) for plan in plans]
+            return join_works(works, "reduce_scatter", as_list(output, "reduce_scatter"))
         plan = plan_reduce_scatter(self, output, inputs, op, self.limit_ns(timeout))
         return self._run(with_wire(plan, wire, self.size()), async_op)
 
@@ -976,7 +982,10 @@ class ProcessGroup:
         count = call.count
         if call.operation is Operation.ALL_TO_ALL:  # numbers of elements may differ between ranks
             count = sum(sum(pieces[1::2]) for pieces in call.inputs) // ITEM_SIZES[call.dtype]
-        return self._error(outcome, (0, call.operation, call.dtype, call.reduce_op, call.root, count))
+        error = self._error(outcome, (0, call.operation, call.dtype, call.reduce_op, call.root, count))
+        if buffers.note and isinstance(error, CollectiveMismatchError):
+            error.args = (f"{buffers.note}: {error}", *error.args[1:])
+        return error
 
     def _abandon(self, outcome: CallOutcome, call: CollectiveCall, kept: Sequence[object]) -> CollectiveError:
         buffers = Buffers()

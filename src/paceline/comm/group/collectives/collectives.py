@@ -261,9 +261,13 @@ def all_gather(
 ) -> Work | None:
     """Gathers `tensor` from all ranks on all ranks; `tensor_list[r]` receives rank r's tensor.
 
+    The ranks' tensors may differ in size. All ranks must then pass the same sizes in `tensor_list`, and the call is an
+    `all_to_all`: errors, recordings and profiles contain this name.
+
     Args:
-        tensor_list: a list of one tensor for each rank, with the dtype and number of elements of `tensor`.
-        tensor: a tensor of the same dtype and number of elements on every rank.
+        tensor_list: a list of one tensor for each rank, with the dtype and number of elements of that rank's `tensor`.
+        tensor: a tensor of the same dtype on every rank.
+        group, async_op, timeout, wire: see the rules in the module's docstring. `wire` requires tensors of one size.
 
     Raises:
         ValueError: `tensor_list` does not have one entry for each rank, or an entry has the wrong number of elements.
@@ -325,10 +329,14 @@ def reduce_scatter(
 ) -> Work | None:
     """Reduces `input_list[r]` over all ranks into the `output` of rank r.
 
+    The parts may differ in size. All ranks must then pass the same sizes in `input_list`, and the call consists of one
+    `reduce` to each rank in turn: errors, recordings and profiles contain this name.
+
     Args:
-        output: a tensor of the same dtype and number of elements on every rank.
-        input_list: a list of one tensor for each rank, with the dtype and number of elements of `output`.
+        output: a tensor with the dtype and number of elements of this rank's entry in `input_list`.
+        input_list: a list of one tensor for each rank, of the same dtypes and sizes on every rank.
         op: the reduction. The default is SUM.
+        group, async_op, timeout, wire: see the rules in the module's docstring. `wire` requires parts of one size.
 
     Raises:
         ValueError: `input_list` does not have one entry for each rank, or an entry has the wrong number of elements.

@@ -23,6 +23,7 @@ from paceline.comm.engine.channel import CallOutcome, ReduceOp, Reduction
 from paceline.comm.group.buffers import Tensors, as_list, count_writes, memory_layout
 from paceline.comm.group.call_plan import (
     CallPlan,
+    are_uneven,
     checked_tag,
     parts_by_rank,
     plan_all_gather,
@@ -391,12 +392,14 @@ def _reduce_scatter(
     timeout: Timeout | None,
     *whole: torch.Tensor,
 ) -> PersistentCall:
-    plan = plan_reduce_scatter(group, output, inputs, op, group.timeout_ns)
-
     def make(async_op: bool) -> Work | None:
         return group.reduce_scatter(output, inputs, op, async_op, timeout)
 
-    return prepared_call(name, group, plan, make, [*whole, *all_tensors([output, *inputs])], timeout)
+    tensors = [*whole, *all_tensors([output, *inputs])]
+    if are_uneven(inputs, group, name):
+        return RepeatedCall(name, make, tensors)
+    plan = plan_reduce_scatter(group, output, inputs, op, group.timeout_ns)
+    return prepared_call(name, group, plan, make, tensors, timeout)
 
 
 def all_to_all_init(
