@@ -1,4 +1,4 @@
-"""Repeatedly kills or stops a random worker of a job, at random instants drawn from a seed."""
+"""Repeatedly kills or stops a random worker of a job, at random times drawn from a seed."""
 
 from __future__ import annotations
 

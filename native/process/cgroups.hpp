@@ -12,8 +12,8 @@ struct Cgroups {
     // exist.
     std::vector<std::string> directories;
     // True if the directories come from the mount table. If false, no mount contains the cgroup, and the directories
-    // are below the default mount point. Some may be missing: in a container, the cgroup's path may be a host path of
-    // which only the end or the outermost directory is visible.
+    // are below the default mount point. Some may be missing: in a container, the cgroup's path may be a host path,
+    // and only its last components or its outermost directory may be visible.
     bool is_from_mount_table = false;
 };
 

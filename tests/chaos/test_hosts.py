@@ -1,4 +1,4 @@
-"""Kills, stops and disconnects ranks on two hosts at random instants; the others must detect it and clean up."""
+"""Kills, stops and disconnects ranks on two hosts at random times; the others must detect the failure and clean up."""
 
 from __future__ import annotations
 

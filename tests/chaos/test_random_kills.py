@@ -1,4 +1,4 @@
-"""Kills jobs at random instants in random ways; nothing that they started may remain."""
+"""Kills jobs at random times in random ways; nothing that they started may remain."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def saved_gradients_keep_their_values() -> None:
 
 @contextlib.contextmanager
 def calls_counted() -> Iterator[Counter[str]]:
-    """Counts the calls of process groups on device tensors."""
+    """Counts process-group calls on device tensors."""
     counts: Counter[str] = Counter()
     run = ProcessGroup._run
 

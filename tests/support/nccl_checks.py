@@ -130,7 +130,7 @@ def run_beside(rank: int, size: int) -> None:
 
 
 def pass_messages(rank: int, size: int) -> None:
-    """Every rank sends before any receives, in the order in which the messages are sent."""
+    """Every rank sends all its messages, and then receives messages in the order in which they were sent."""
     after, before = (rank + 1) % size, (rank - 1) % size
     sends = [dist.isend(torch.full((50_000,), 10.0 * rank + tag), after, tag=tag) for tag in (0, 1)]
     received = {tag: torch.empty(50_000) for tag in (0, 1)}

@@ -349,7 +349,7 @@ class Member:
             self.world.ended(self, code)
 
     def leave_group(self, *, is_agreed: bool = False) -> None:
-        """Closes the connections of its view. If `is_rude` is set, this always breaks the view."""
+        """Closes the member's connections in its view. With `is_rude`, the view always breaks."""
         group, self.group = self.group, None
         if group is not None and (not is_agreed or self.world.is_rude):
             group.fail()

@@ -1,4 +1,4 @@
-"""Directories of test runs: those of killed runs are removed, and those of other running runs are not."""
+"""Directories left by killed test runs are removed; directories of runs in progress are kept."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: 
     try:
         return connect(True, timeout)
     except PortInUseError as error:
-        # Another process that was also started as rank 0 may serve a store at this port. If this process joins that
-        # store, the check-in reports the duplicate rank on all ranks.
+        # Another process that was also started as rank 0 may already be serving a store on this port. If this process
+        # joins that store, the check-in reports the duplicate rank on all ranks.
         try:
             return connect(False, min(timeout, _ANOTHER_RANK_0))
         except (PacelineError, OSError):
@@ -121,7 +121,7 @@ def open_torchrun_store(port: int, world_size: int, timeout: timedelta) -> Store
 
 
 def rank_and_world_size_in_url(url: str, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns the rank and the world size; an argument of -1 is taken from the URL.
+    """Returns the rank and the world size. If an argument is -1, its value is read from the URL.
 
     Raises:
         ValueError: the URL does not contain them, or they are not whole numbers.

@@ -100,13 +100,13 @@ def _path(links: list[NetworkLink], latency_s: float, ways: tuple[tuple[LinkDire
 
 @dataclass
 class SimulationInput:
-    """The input to the core's simulator. A program is a rank's schedule, which the ranks that it represents share.
+    """The input to the core's simulator. A program is a schedule that all ranks with the same representative share.
 
     Attributes:
         network: the ranks and the links between them.
         standing: a function that maps a rank to the rank that represents it.
         turned: a function of (rank, by) that applies to `rank` the rotation that maps `by` to its representative.
-        blocks: the number of blocks of the schedules.
+        blocks: the number of blocks in each schedule.
         schedules: the programs.
         speeds: the relative speed of each rank within its host, or () if all are 1.
         routes: the routes, in the format that `_core.simulate` expects.

@@ -1,7 +1,7 @@
 """Handshakes on a new connection: TLS if it must be encrypted, then a proof from both ends that they have the secret.
 
 The connecting side begins with or without TLS. The accepting side inspects the first byte to distinguish the two cases,
-and rejects an unencrypted connection that must be encrypted. The proofs follow, as on every connection:
+and rejects a plaintext connection where encryption is required. The proofs follow, as on every connection:
 
     connecting -> accepting   hello: magic, channel, rank, lane, generation, nonce
     accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | hello | nonce)
@@ -200,7 +200,7 @@ def is_hello(beginning: bytes) -> bool:
 
 
 def _refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> NoReturn:
-    """Rejects an unencrypted connection that must be encrypted, and informs the peer if it is a Paceline process.
+    """Rejects a plaintext connection where encryption is required, and informs the peer if it is a Paceline process.
 
     Raises:
         AuthenticationError: always, unless the peer was too slow.

@@ -731,7 +731,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         self._rank, self._size, self._named = rendezvous.rank, rendezvous.size, rendezvous.named
         self._members = world.group.members
         self._world = world
-        # A program may exit without destroy_process_group. The other ranks must then not take this rank for dead.
+        # A program may exit without calling destroy_process_group. The other ranks must not treat it as dead.
         self._leaving = util.Finalize(self, world.close, exitpriority=0)
         self._group = world.group
         self.report_backend_as(self._backend)

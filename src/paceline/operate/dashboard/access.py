@@ -87,7 +87,7 @@ class Access:
         return f"{COOKIE}-{self.name}" if self.name else COOKIE
 
     def decide(self, request: PageRequest) -> AccessDecision:
-        """Decides on a request by checking its host, method and token, in this order."""
+        """Decides whether to allow a request by checking its host, method and token, in that order."""
         if not self.knows(request.headers.get("host", "")):
             return AccessDecision.UNKNOWN_HOST
         if request.method != "GET" and not self._is_action(request):

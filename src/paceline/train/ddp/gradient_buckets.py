@@ -233,7 +233,7 @@ class GradientBuckets:
     # - Gradient values
 
     def fill_absent(self) -> None:
-        """Sets to zero the gradients that only other ranks compute in a static graph."""
+        """With a static graph, zeroes the gradients that only other ranks compute."""
         self._fill(self._absent)
 
     def fill_missing(self) -> None:

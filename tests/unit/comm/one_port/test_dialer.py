@@ -104,7 +104,7 @@ def test_a_rank_hears_who_cannot_connect_to_it():
     assert ReverseConnectRequests(store, 4, 1).requesters([2, 3]) == {}  # another group's
 
 
-# A process that listens, finds its address and connects, by names and by addresses, as a rank does when it starts.
+# A process that listens, looks up its address, and connects both by name and by address, as a rank does at startup.
 STARTS = """
 import sys
 from paceline.comm.one_port.dialer import dial, is_reachable_from_outside, source_address

@@ -1,4 +1,4 @@
-"""Lines that several processes print into one notebook cell are not mixed."""
+"""Lines that several processes print to one notebook cell are not interleaved."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ StartCall = Callable[[TorchGroup], StartedCall]
 """Starts a call of a process group on the current stream."""
 
 _CLOSED = CallFailure(OutcomeCode.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
-# The time to wait for a call after a rank has exited, because the call still completes if that rank had finished its
-# part.
+# How long to wait for a call after a rank has exited. The call can still complete if the rank finished its part first.
 _GRACE_S = 1.0
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 _POLLING_S = 0.01

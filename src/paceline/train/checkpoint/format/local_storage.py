@@ -130,7 +130,7 @@ class LocalStorage:
         return found.f_bavail * found.f_frsize
 
     def share(self, directory: str) -> _LocalFile:
-        """Protects a checkpoint from removal while it is read, if the file system supports locks."""
+        """Protects a checkpoint from removal while it is being read, if the file system supports locks."""
         descriptor = os.open(self.path / directory / MANIFEST, os.O_RDONLY | _OPENING)
         for _ in range(_MOST_TRIES):  # retries, because `is_held` in another process briefly holds the lock
             with contextlib.suppress(OSError):

@@ -71,7 +71,7 @@ class ReadableStorage(StorageLocation, Protocol):
         """Opens a file for reading."""
 
     def share(self, directory: str) -> SharedLock:
-        """Protects a checkpoint from removal while it is read."""
+        """Protects a checkpoint from removal while it is being read."""
 
 
 class WritableStorage(StorageLocation, Protocol):

@@ -1,4 +1,4 @@
-"""The pure parts of a checkpoint: regions, the ranges of them that a reader needs, values, headers and manifests."""
+"""Checkpoint code without I/O: regions, the ranges that a reader needs from them, values, headers and manifests."""
 
 from __future__ import annotations
 
