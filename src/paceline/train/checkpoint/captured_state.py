@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from paceline.comm.engine.adapters.device_streams import accelerator_in_use, current_accelerator
 from paceline.train.checkpoint.format.values import join
 from paceline.train.checkpoint.optimizers import Numbering
-from paceline.train.checkpoint.pytree import take_apart
+from paceline.train.checkpoint.pytree import Enclosing, enclosed, take_apart
 from paceline.train.checkpoint.shard_layout import (
     LocalRegion,
     ParameterLayouts,
@@ -161,6 +161,7 @@ def _is_needed(held: LocalRegion) -> bool:
 
 TrainingState = Mapping[str, Any]
 _NONE: Mapping[str, Numbering] = MappingProxyType({})
+_NO_NAMES: Enclosing = MappingProxyType({})
 _WRAPPERS = (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
@@ -181,17 +182,24 @@ def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbe
     return into
 
 
-def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
+def entries(state: TrainingState, name: str = "", enclosing: Enclosing = _NO_NAMES) -> Iterator[tuple[str, Any]]:
     """Yields the objects and values of a state with their names, including those in dicts and in an ElasticState.
+
+    Args:
+        state: the objects and plain values by name.
+        name: the name of the state within the whole state.
+        enclosing: the dicts that hold the state.
 
     Raises:
         TypeError: the state is not a dict, or a name is empty or not a string.
+        CircularTreeError: a dict contains itself.
     """
     if not isinstance(state, Mapping):
         raise TypeError(
             f"the state is a {type(state).__name__}; it must be a dict that maps names to objects, such as "
             '{"model": model, "optimizer": optimizer}'
         )
+    inside = enclosed(name, state, enclosing)
     for key, value in state.items():
         if not isinstance(key, str) or not (key or name):
             raise TypeError(
@@ -204,19 +212,27 @@ def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
                 yield full, part
             yield join(inner, "epoch"), value
         elif isinstance(value, dict) and holds_objects(value):
-            yield from entries(value, inner)
+            yield from entries(value, inner, inside)
         else:
             yield inner, value
 
 
 def holds_objects(value: dict[Any, Any]) -> bool:
     """Returns True if a dict contains not only plain values but also tensors or objects, which are loaded in place."""
-    return any(
-        holds_objects(member)
-        if isinstance(member, dict)
-        else isinstance(member, (torch.Tensor, Stateful, LogicalShards))
-        for member in value.values()
-    )
+    return any(isinstance(member, (torch.Tensor, Stateful, LogicalShards)) for member in _members(value))
+
+
+def _members(state: Mapping[Any, Any]) -> Iterator[Any]:
+    """Yields the members of a dict and of the dicts within it, except dicts; visits each dict once."""
+    seen = {id(state)}
+    pending = [state]
+    while pending:
+        for member in pending.pop().values():
+            if not isinstance(member, dict):
+                yield member
+            elif id(member) not in seen:
+                seen.add(id(member))
+                pending.append(member)
 
 
 def module_of(value: object) -> nn.Module | None:
@@ -399,12 +415,7 @@ def unsaved_gradients(state: TrainingState) -> list[str]:
 
 def elastic_of(state: TrainingState) -> ElasticState | None:
     """Returns the `ElasticState` in a state, or None."""
-    for value in state.values():
-        if isinstance(value, ElasticState):
-            return value
-        if isinstance(value, dict) and (inner := elastic_of(value)) is not None:
-            return inner
-    return None
+    return next((value for value in _members(state) if isinstance(value, ElasticState)), None)
 
 
 class RandomState:

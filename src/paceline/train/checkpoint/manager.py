@@ -230,9 +230,9 @@ class CheckpointManager:
         may_copy: bool = True,
     ) -> None:
         """Writes a checkpoint. If `may_copy` is False, launchers do not keep a copy in memory."""
-        self._warn_of_gradients(step, state, channel)
         least_sequence = 0 if self._copies is None else self._copies.least_sequence()
         plan = plan_save(state, self._root, step, channel, self._own_disks(channel), least_sequence)
+        self._warn_of_gradients(step, state, channel)  # after the plan, which reports faults of the state on every rank
         if self._copies is not None and may_copy:
             self._write_and_copy(plan, channel, asynchronous, self._copies)
         elif asynchronous:

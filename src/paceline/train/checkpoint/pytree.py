@@ -11,7 +11,8 @@ import copy
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 
@@ -82,8 +83,46 @@ _PLAIN = (bool, int, float, complex)  # bool must precede int, its base class
 _DUPLICATE = "%"  # no escaped key ends with this character
 
 
-def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> object:
-    """Returns `value` with its tensors replaced by references, and adds the tensors to `tensors` by name."""
+class CircularTreeError(ValueError):
+    """A container in a tree contains itself, directly or within other containers."""
+
+
+Enclosing: TypeAlias = Mapping[int, str]
+"""The names of the containers that hold a value, directly or within others, by the containers' `id`."""
+
+
+def enclosed(name: str, container: object, enclosing: Enclosing) -> Enclosing:
+    """Returns `enclosing` with the container `name` added, for the members of that container.
+
+    Raises:
+        CircularTreeError: the container contains itself. The message contains its name.
+    """
+    outer = enclosing.get(id(container))
+    if outer is not None:
+        kind = type(container).__name__
+        of = f"{outer!r}" if outer else "the whole state"
+        raise CircularTreeError(
+            f"{name!r} is the {kind} that contains it ({of}); a checkpoint cannot hold a {kind} that contains itself. "
+            f"Remove {name!r} from the state"
+        )
+    return {**enclosing, id(container): name}
+
+
+def take_apart(
+    name: str, value: object, tensors: dict[str, torch.Tensor], enclosing: Enclosing = MappingProxyType({})
+) -> object:
+    """Returns `value` with its tensors replaced by references, and adds the tensors to `tensors` by name.
+
+    Args:
+        name: the name of the value.
+        value: a tree of mappings, lists, tuples, tensors and plain values.
+        tensors: the dict that receives the tensors.
+        enclosing: the containers that hold the value.
+
+    Raises:
+        TypeError: a checkpoint cannot hold tensors with a dtype in the tree.
+        CircularTreeError: a container in the tree contains itself.
+    """
     if isinstance(value, torch.Tensor):
         while name in tensors:  # for example, if a dict has the keys 1 and "1"
             name += _DUPLICATE
@@ -94,9 +133,11 @@ def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> ob
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, Mapping):
-        return {_plain(key): take_apart(join(name, key), member, tensors) for key, member in value.items()}
+        inside = enclosed(name, value, enclosing)
+        return {_plain(key): take_apart(join(name, key), member, tensors, inside) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [take_apart(join(name, index), member, tensors) for index, member in enumerate(value)]
+        inside = enclosed(name, value, enclosing)
+        parts = [take_apart(join(name, index), member, tensors, inside) for index, member in enumerate(value)]
         return tuple(parts) if isinstance(value, tuple) else parts
     return _plain(value)
 

@@ -105,3 +105,52 @@ def test_subclasses_of_plain_values_are_saved_as_their_values(tmp_path):
 def test_names_that_cannot_be_told_apart_are_refused(tmp_path: Path, key: Any) -> None:
     with pytest.raises(dist.CheckpointError, match=r"the state has the key .* names must be non-empty strings"):
         dist.save({key: {"x": torch.ones(1)}, "x": torch.zeros(1)}, tmp_path)
+
+
+class Holder:
+    """An object whose state contains itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"rates": [0.1]}
+        state["rates"].append(state["rates"])
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+def circular(*, objects: bool) -> dict[str, Any]:
+    inner: dict[str, Any] = {"x": torch.ones(1) if objects else 1}
+    inner["y"] = {"z": inner}
+    return {"a": inner}
+
+
+def itself(value: object) -> dict[str, Any]:
+    state: dict[str, Any] = {"x": value}
+    state["own"] = state
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (circular(objects=True), r"'a/y/z' is the dict that contains it \('a'\)"),
+        (circular(objects=False), r"'a/y/z' is the dict that contains it \('a'\)"),
+        (itself(torch.ones(1)), r"'own' is the dict that contains it \(the whole state\)"),
+        (itself(1), r"'own/own' is the dict that contains it \('own'\)"),
+        ({"holder": Holder()}, r"'holder/rates/1' is the list that contains it \('holder/rates'\)"),
+    ],
+)
+def test_a_state_that_contains_itself_is_refused_with_its_name(tmp_path: Path, state: Any, said: str) -> None:
+    with pytest.raises(dist.CheckpointError, match=said + ".*a checkpoint cannot hold a .* that contains itself"):
+        dist.save(state, tmp_path)
+    with pytest.raises(dist.CheckpointError, match=said), dist.CheckpointManager(tmp_path) as manager:
+        manager.save(1, state, force=True)
+
+
+def test_a_value_that_a_state_holds_twice_is_saved_twice(tmp_path: Path) -> None:
+    twice = [1, {"x": torch.ones(2)}]
+    into: dict[str, Any] = {"a": None, "b": None}
+    dist.save({"a": twice, "b": {"c": twice, "d": (twice, twice)}}, tmp_path)
+    dist.load(into, tmp_path)
+    assert plain(into["b"]["d"][1]) == plain(into["a"]) == plain(twice)

@@ -22,7 +22,7 @@ from paceline.train.checkpoint.foreign.dcp import DcpDirectory
 from paceline.train.checkpoint.format.local_storage import open_regular
 from paceline.train.checkpoint.format.safetensors_header import StoredTensor, length_of, read_header
 from paceline.train.checkpoint.format.values import TensorRef, escaped
-from paceline.train.checkpoint.pytree import TensorInfo, infos_of, put_together, take_apart, type_of
+from paceline.train.checkpoint.pytree import CircularTreeError, TensorInfo, infos_of, put_together, take_apart, type_of
 
 _ZIP = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80"  # first byte of files written by torch.save before torch 1.6
@@ -157,7 +157,7 @@ class TorchFile:
         self._tensors: dict[str, torch.Tensor] = {}
         try:
             self.tree = take_apart("", _load(path), self._tensors)
-        except RecursionError:
+        except (RecursionError, CircularTreeError):
             raise CheckpointDamagedError(
                 f"{path} is nested too deeply, or contains an object that contains itself"
             ) from None
