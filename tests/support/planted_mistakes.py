@@ -220,6 +220,30 @@ RANK_MISTAKES: dict[str, list[str]] = {
                     ps.append(p)
                 for p in ps: p.join()
         """),
+        _script("""
+            import argparse
+            import torch
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--local_rank", type=int, default=-1)
+            args = parser.parse_args()
+            def load(evaluate=False):
+                if args.local_rank not in [-1, 0]:
+                    torch.distributed.barrier()
+                features = read()
+                if args.local_rank == 0:
+                    torch.distributed.barrier()  # !
+                return features
+            torch.cuda.set_device(args.local_rank)
+            torch.distributed.init_process_group(backend="nccl")
+            if args.local_rank not in [-1, 0]:
+                torch.distributed.barrier()
+            model = torch.nn.Linear(4, 1)
+            if args.local_rank == 0:
+                torch.distributed.barrier()
+            load()
+            if args.local_rank in [-1, 0]:
+                load(evaluate=True)
+        """),
     ],
     "different-order": [
         _started("""
@@ -412,6 +436,16 @@ RANK_MISTAKES: dict[str, list[str]] = {
             dist.init_process_group()
             logging.basicConfig(filename='train.log', filemode='w')  # !
             logging.info('x')
+        """),
+        _script("""
+            import torch
+            import torch.distributed as dist
+            from absl import app
+            def main(argv):
+                dist.init_process_group("gloo")
+                torch.save({}, "model.pt")  # !
+            if __name__ == "__main__":
+                app.run(main)
         """),
     ],
     "all-ranks-mkdir": [_started("os.makedirs('out')  # !"), _started("os.mkdir('out')  # !")],
@@ -1419,6 +1453,116 @@ HEALTHY: dict[str, str] = {
             rpc.shutdown()
         if __name__ == "__main__":
             mp.spawn(run, args=(3,), nprocs=3)
+    """),
+    "a function that a library calls on one rank": _script("""
+        import os
+        import torch
+        from accelerate import Accelerator
+        def main():
+            accelerator = Accelerator()
+            def save(models, weights, folder):
+                torch.save(models[0].state_dict(), os.path.join(folder, "model.pth"))
+            accelerator.register_save_state_pre_hook(save)
+            for x in accelerator.prepare(load_data()):
+                accelerator.backward(model(x).sum())
+            if accelerator.is_main_process:
+                accelerator.save_state("out")
+        main()
+    """),
+    "a class with the name of a library's": _script("""
+        from tools import Accelerator
+        with Accelerator() as accelerator:
+            with open("samples.csv", "w") as file:
+                file.write("path")
+    """),
+    "a library that prepares nothing": _script("""
+        import numpy as np
+        from accelerate import Accelerator
+        accelerator = Accelerator(mixed_precision="fp16")
+        detector = create_detector(device="cuda:0")
+        for number in range(10):
+            np.savetxt(f"{number}.txt", detector.find(number))
+    """),
+    "a branch in one process": _script("""
+        import argparse
+        import numpy as np
+        from accelerate import Accelerator
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--several", action="store_true")
+        args = parser.parse_args()
+        if args.several:
+            accelerator = Accelerator()
+            for x in accelerator.prepare(load_data()):
+                accelerator.backward(model(x).sum())
+        else:
+            np.save("out.npy", compute())
+    """),
+    "a function that saves on one rank": _script("""
+        from accelerate import Accelerator
+        accelerator = Accelerator()
+        model = accelerator.prepare(create())
+        accelerator.unwrap_model(model).save_pretrained("out", save_function=accelerator.save)
+    """),
+    "tests of types and sizes": _started("""
+        loader = DataLoader(train_set, 8, sampler=DistributedSampler(train_set), drop_last=True)
+        steps = 0
+        for x, y in loader:
+            loss = nn.functional.mse_loss(model(x), y)
+            if isinstance(loss, float):
+                continue
+            if torch.isnan(loss):
+                continue
+            loss.backward()
+            steps += 1
+            if steps > 100 or x.shape[0] > 100 or x.numel() > 1000:
+                break
+    """),
+    "the scores of a search": _started("""
+        loader = DataLoader(test_set, 8, sampler=DistributedSampler(test_set))
+        def score(mask):
+            for x in loader:
+                model(x * mask).sum().backward()
+                mask = mask + mask.grad
+            dist.all_reduce(mask)
+            return mask
+        mask = score(torch.ones(4, requires_grad=True))
+        for _ in range(3):
+            masked = mask.sort()[1]
+            if len(masked) <= int(masked.numel() * 0.1):
+                break
+            mask = score(mask)
+    """),
+    "one process per GPU or several GPUs per process": _script("""
+        import argparse
+        import torch
+        from torch.utils.data import DataLoader, DistributedSampler
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--local_rank", type=int, default=-1)
+        parser.add_argument("--no_cuda", action="store_true")
+        args = parser.parse_args()
+        if args.local_rank == -1 or args.no_cuda:
+            args.n_gpu = torch.cuda.device_count()
+        else:
+            torch.cuda.set_device(args.local_rank)
+            torch.distributed.init_process_group(backend="nccl")
+            args.n_gpu = 1
+        train_set = load_data()
+        sampler = DistributedSampler(train_set)
+        loader = DataLoader(train_set, sampler=sampler, batch_size=8 * max(1, args.n_gpu))
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1).cuda())
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for x in loader:
+                model(x).sum().backward()
+    """),
+    "the state of a scheduler": _started("""
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        scheduler.load_state_dict(torch.load(os.path.join("checkpoint", "scheduler.pt")))
+    """),
+    "a range in place of samples": _started("""
+        loader = DataLoader(range(32), collate_fn=lambda numbers: batches[numbers[0]])
+        for x in loader:
+            model(x).sum().backward()
     """),
     "a library that prepares the loaders": _script("""
         import torch

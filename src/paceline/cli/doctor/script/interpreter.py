@@ -132,7 +132,10 @@ class RankInterpreter:
             return owner.keywords[name]
         if name == "dataset" and library_call.is_loader(owner) and owner.arguments:
             return owner.arguments[0]
-        value = AbstractValue(f"{shortened(owner.text)}.{name}", receiver=owner, facts=owner.inherited())
+        facts = owner.inherited()
+        if name in ("shape", "dtype", "device", "ndim", "__class__"):
+            facts -= {Fact.PER_RANK}
+        value = AbstractValue(f"{shortened(owner.text)}.{name}", receiver=owner, facts=facts)
         owner.attributes[name] = value
         return self._named(name, value)
 

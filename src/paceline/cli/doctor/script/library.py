@@ -50,10 +50,12 @@ _COLLECTIVE_METHODS = {
 _SETUP = re.compile(r"(init|setup|set_up|start|launch)\w*(dist|process_group|ddp)|(dist|ddp)\w*_(init|setup)", re.I)
 _GROUP_NAME = re.compile(r"(group|mesh|pg|comm|subgroup|ranks)s?(\b|_|\[|\()", re.I)
 _DEVICE = re.compile(r"device|cuda|gpu", re.I)
+_RUNNERS = {"app.run", "absl.app.run", "fire.Fire", "fire.core.Fire", "typer.run", "tyro.cli"}
 _LAUNCHERS = {
     "launch", "notebook_launcher", "notebook_launch", "launch_distributed", "elastic_launch", "run_distributed",
     "call_main",
 }  # fmt: skip
+_LAUNCHER_LIBRARIES = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
 _SPAWNING_MODULES = COMMUNICATORS | {"torch.multiprocessing", "mp", "xmp"}
 
 
@@ -84,7 +86,8 @@ def communicate(call: LibraryCall) -> AbstractValue | None:
         return call.interpreter.identity.number_named("world_size" if call.name == "size" else "local_size")
     modules = COMMUNICATORS if call.name == "init_process_group" else {"deepspeed", "deepspeed.comm"}
     is_initializer = call.name in INITIALIZERS and call.module in modules
-    if is_initializer or (call.name == "init" and is_horovod) or call.name in ("Accelerator", "Fabric"):
+    is_launcher = call.name in ("Accelerator", "Fabric") and call.module.partition(".")[0] in _LAUNCHER_LIBRARIES
+    if is_initializer or (call.name == "init" and is_horovod) or is_launcher:
         _initialize(call)
     elif _SETUP.search(call.name) and is_module(call.callee):
         call.record("init", "imported")
@@ -202,6 +205,7 @@ _PER_RANK = {
     "mktemp",
 }  # fmt: skip
 _RANDOM_TENSORS = {"randn", "rand", "randint", "randperm", "randn_like", "rand_like", "normal"}
+_ABOUT_THE_TYPE = {"isinstance", "issubclass", "type", "callable", "hasattr", "numel", "size", "dim"}
 _FINITENESS = {"isnan", "isinf", "isfinite"}
 _REDUCES = re.compile(
     r"reduce|gather|sync|broadcast|average|all_?mean|dist_|consensus|agree|vote|every_rank|any_rank", re.I
@@ -302,7 +306,9 @@ def _unknown(call: LibraryCall) -> AbstractValue:
                 each.escaped |= is_loader(each) or is_work(each) or each.called_name == "DistributedSampler"
         if call.path.startswith("torch.") and call.name not in ("no_grad", "Event", "Stream"):
             note_use(call.interpreter, value, call.node)
-        if value.function is not None and call.name != "partial":
+        if value.function is not None and call.path in _RUNNERS:
+            call.run(value, [])
+        elif value.function is not None and call.name != "partial":
             call.interpreter.branch(
                 call.node, AbstractValue(f"{call.name} calls the function"),
                 partial(_callback, call, value), lambda: {"next"},
@@ -324,6 +330,8 @@ def _unknown(call: LibraryCall) -> AbstractValue:
         facts |= {Fact.PER_RANK}
     if call.name in _FINITENESS:
         facts |= {Fact.FINITENESS}
+    if call.name in _ABOUT_THE_TYPE:
+        facts -= {Fact.PER_RANK, Fact.CLOCK}
     if _REDUCES.search(call.name):
         facts -= {Fact.PER_RANK, Fact.CLOCK, Fact.RANK, Fact.PERHAPS_RANK}
     if Fact.RANK in facts or (re.search("rank", call.name) and not facts):

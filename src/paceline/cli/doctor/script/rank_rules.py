@@ -21,8 +21,11 @@ def collectives(job: JobTrace) -> Iterator[Diagnostic]:
     reported = False
     for phase in (job.phase, "uncalled"):
         counts = job.counts("collective", phase=phase)
+        balanced = _balanced(job, phase)
         for ranks in job.by_node("collective"):
             event = first(ranks)
+            if event.node in balanced:
+                continue
             numbers = [sum(not each.in_group for each in events) for events in ranks]
             if event.phase != phase or len(set(numbers)) == 1:
                 continue
@@ -60,6 +63,36 @@ def collectives(job: JobTrace) -> Iterator[Diagnostic]:
             )
             confidence = job.confidence(event, unless=matched)
             yield found(event, "not-all-ranks", f"{event.name}()", reason, fix, confidence)
+
+
+def _balanced(job: JobTrace, phase: str) -> set[ast.AST]:
+    """Returns the calls that some ranks make in one place and the other ranks in another.
+
+    If only some ranks make one more call than the others, the calls of the others are not the mistake either.
+    """
+    numbers: dict[str, dict[ast.AST, tuple[int, ...]]] = {}
+    order = {event.node: number for trace in job.traces for number, event in enumerate(trace.events)}
+    for ranks in sorted(job.by_node("collective"), key=lambda ranks: order[first(ranks).node]):
+        event = first(ranks)
+        if event.phase == phase:
+            counts = tuple(sum(not each.in_group for each in events) for events in ranks)
+            numbers.setdefault(event.name, {})[event.node] = counts
+    balanced: set[ast.AST] = set()
+    for places in numbers.values():
+        rest = {node: counts for node, counts in places.items() if len(set(counts)) > 1}
+        while rest:
+            node, counts = next(iter(rest.items()))
+            del rest[node]
+            sums = ((other, set(map(sum, zip(counts, rest[other], strict=True)))) for other in rest)
+            partner = next((other for other, totals in sums if len(totals) == 1), None)
+            if partner is not None:
+                balanced |= {node, partner}
+                del rest[partner]
+        totals = list(map(sum, zip(*places.values(), strict=True)))
+        several = {rank for rank, total in enumerate(totals) if total > min(totals)}
+        if several:
+            balanced |= {node for node, counts in places.items() if not any(counts[rank] for rank in several)}
+    return balanced
 
 
 def _ends_early(node: ast.AST) -> bool:
@@ -217,7 +250,7 @@ def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
         if event.guarded or not inside:
             continue
         present = [bool(events) for events in ranks]
-        different = _difference([events[0].conditions for events in ranks if events])
+        different = _difference([_tests_around(events[0]) for events in ranks if events])
         if all(present) and different is None:
             continue
         facts = different.facts if different is not None else frozenset({Fact.RANK})
@@ -234,6 +267,15 @@ def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
         is_computed = not facts & _DIFFERENT and (Fact.RANK not in facts or Fact.PERHAPS_RANK in facts)
         confidence = job.confidence(event, unless=is_finiteness or is_computed)
         yield found(event, "uneven-loop", f"{event.name} in a loop of all ranks", reason, fix, confidence)
+
+
+def _tests_around(event: TraceEvent) -> tuple[PathCondition, ...]:
+    """Returns the tests around a statement that leaves a loop; the loop and earlier statements have own findings."""
+    loop = event.loops[-1]
+    return tuple(
+        each for each in event.conditions
+        if event.name == "while" or (each.node is not loop and event.node in set(ast.walk(each.node)))
+    )  # fmt: skip
 
 
 def uneven_ranges(job: JobTrace) -> Iterator[Diagnostic]:
@@ -281,7 +323,7 @@ def files(job: JobTrace) -> Iterator[Diagnostic]:
         if not _same_machine(job, writers) or not _same_file([events[0] for events in ranks if events]):
             continue
         uncertain = event.guarded or any(each.depends_on_the_rank for each in event.conditions if not each.is_known)
-        uncertain |= _is_ordered(job, event)
+        uncertain |= _is_ordered(job, event) or any(each.is_callback for each in event.conditions)
         every = "all ranks" if len(writers) == len(job.traces) else who(writers, len(job.traces))
         if event.kind == "write":
             uncertain |= event.node in emptied or '"a' in event.name or _precedes_init(job, event)

@@ -20,6 +20,14 @@ Phase = Literal["script", "worker", "uncalled"]
 """Whether an event occurs in the script itself, in a process that it starts, or in a function that it does not call."""
 
 
+_OF_SEVERAL_PROCESSES = {
+    "prepare", "prepare_model", "prepare_data_loader", "setup", "setup_dataloaders", "backward", "gather", "reduce",
+    "gather_for_metrics", "wait_for_everyone", "barrier", "process_index", "local_process_index", "num_processes",
+    "is_main_process", "is_local_main_process", "global_rank", "world_size", "split_between_processes",
+}  # fmt: skip
+"""The members of `Accelerator` and `Fabric` that scripts with several processes use."""
+
+
 @dataclass(frozen=True)
 class PathCondition:
     """A test on the path to an event, with its outcome."""
@@ -34,6 +42,11 @@ class PathCondition:
     def depends_on_the_rank(self) -> bool:
         """Whether the test depends or may depend on the rank."""
         return not self.facts.isdisjoint({Fact.RANK, Fact.PERHAPS_RANK})
+
+    @property
+    def is_callback(self) -> bool:
+        """Whether a library receives a function, which it may call on some ranks only."""
+        return isinstance(self.node, ast.Call) and not self.is_known
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +159,14 @@ class JobTrace:
         truncated = any(trace.truncated for trace in self.traces)
         everywhere &= not any(event.kind == "init" and event.name == "alone" for event in events)
         everywhere &= any(event.kind in ("init", "query", "wrap") and event.phase == self.phase for event in events)
+        everywhere &= self._uses_what_connects_it(events)
         self.is_certain = everywhere and not truncated and not any(event.kind == "rpc" for event in events)
+
+    def _uses_what_connects_it(self, events: Sequence[TraceEvent]) -> bool:
+        """Returns False if a script creates an `Accelerator` or a `Fabric` for one process, such as an evaluation."""
+        inits = {event.name for event in events if event.kind == "init"}
+        names = {each.attr for each in ast.walk(self.tree) if isinstance(each, ast.Attribute)}
+        return not inits or not inits <= {"Accelerator", "Fabric"} or bool(names & _OF_SEVERAL_PROCESSES)
 
     @property
     def is_distributed(self) -> bool:
@@ -181,7 +201,16 @@ class JobTrace:
     def confidence(self, event: TraceEvent, *, unless: bool = False) -> Confidence:
         """Returns the confidence level of a finding. The level is low if `unless` is true."""
         certain = self.is_certain and self.is_distributed and event.phase == self.phase and not unless
+        certain = certain and not self._excludes_init(event)
         return Confidence.HIGH if certain else Confidence.LOW
+
+    def _excludes_init(self, event: TraceEvent) -> bool:
+        """Returns True if a test with an unknown result leads either to an event or to the connection of the ranks."""
+        outcomes = {each.node: each.outcome for each in event.conditions if not each.is_known}
+        inits = list(self.of(self.traces[0], "init"))
+        return bool(inits) and all(
+            any(outcomes.get(each.node, each.outcome) is not each.outcome for each in init.conditions) for init in inits
+        )
 
     def counts(self, *kinds: EventKind, phase: Phase) -> list[Counter[str]]:
         """Returns, for every rank, the number of calls with each name, excluding calls in groups other than WORLD."""

@@ -176,7 +176,8 @@ def _written_path(call: LibraryCall) -> AbstractValue | None:
     position = _WRITERS.get(call.path, 1 if call.name == "save_file" else None)
     if position is not None:
         return call.argument(position, "f", "file", "filename", "path")
-    if call.name in _WRITING_METHODS and call.callee.receiver is not None and "is_main_process" not in call.keywords:
+    leaves_it_to_a_function = not call.keywords.keys().isdisjoint({"is_main_process", "save_function"})
+    if call.name in _WRITING_METHODS and call.callee.receiver is not None and not leaves_it_to_a_function:
         return call.argument(0, "path", "save_directory")
     return call.callee.receiver if call.name in ("write_text", "write_bytes") else None
 

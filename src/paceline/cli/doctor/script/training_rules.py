@@ -101,9 +101,9 @@ def _is_divided(loader: AbstractValue) -> bool:
 
 
 def _is_familiar(loader: AbstractValue) -> bool:
-    """Returns False if an unknown function created the data set and might have divided it among the ranks."""
+    """Returns False if an unknown function created the data set and might have divided it, or if it has no samples."""
     data = _keyword(loader, "dataset", 0)
-    if data is None:
+    if data is None or data.is_known:  # a constant, such as a range, takes the place of the samples
         return False
     for part in data.each():
         if part.called and part.instance_of is None and not part.called.startswith(_LIBRARIES):
@@ -116,6 +116,7 @@ def samplers(job: JobTrace) -> Iterator[Diagnostic]:
     mentions_set_epoch = any(
         isinstance(each, ast.Attribute) and each.attr == "set_epoch" for each in ast.walk(job.tree)
     )
+    optimizes = any(isinstance(each, ast.Attribute) and each.attr == "step" for each in ast.walk(job.tree))
     events = {id(event.subject): event for event in job.traces[0].of("sampler")}
     loaders = [event.result for event in job.traces[0].of("loader") if event.result is not None]
     for identity, event in events.items():
@@ -135,6 +136,7 @@ def samplers(job: JobTrace) -> Iterator[Diagnostic]:
         repeated = any(len(each.loops) > 1 for each in training)
         if shuffles and repeated and "set_epoch" not in sampler.methods_called:
             evaluates = not trains and any(_trains(job, loader) for loader in loaders)
+            evaluates |= not optimizes and re.search("eval|valid|val_|test", ast.unparse(event.node)) is not None
             reason = "the order depends on the seed and the epoch, so without it every epoch has the same order"
             fix = "call sampler.set_epoch(epoch) at the start of each epoch"
             confidence = job.confidence(event, unless=escaped or mentions_set_epoch or evaluates)
@@ -280,9 +282,14 @@ def _uses_cpu_backend(job: JobTrace) -> bool:
 def checkpoints(job: JobTrace) -> Iterator[Diagnostic]:
     """Reports checkpoints that are loaded onto the GPU from which they were saved."""
     on_gpus = any(True for trace in job.traces for _ in trace.of("device", "set_device"))
-    restored = [
-        source for trace in job.traces for event in trace.of("load_state") if event.result is not None
-        for source in event.result.sources() if source.called == "torch.load"
+    restored, scheduled = [
+        [
+            source for trace in job.traces for event in trace.of("load_state")
+            if event.result is not None and event.subject is not None
+            if ("sched" in event.subject.text.lower()) is of_scheduler
+            for source in event.result.sources() if source.called == "torch.load"
+        ]
+        for of_scheduler in (False, True)
     ]  # fmt: skip
     for ranks in job.by_node("load"):
         event = first(ranks)
@@ -291,6 +298,8 @@ def checkpoints(job: JobTrace) -> Iterator[Diagnostic]:
         if len({each.subject.text for events in ranks for each in events[:1] if each.subject is not None}) > 1:
             continue  # every rank loads the file that it has saved
         is_restored = any(each.node is event.node for each in restored)
+        if not is_restored and any(each.node is event.node for each in scheduled):
+            continue  # the state of a scheduler contains no tensors
         is_state = is_restored or (on_gpus and _STATE.search(ast.unparse(event.node)) is not None)
         on_cpus = not on_gpus and _uses_cpu_backend(job)
         in_memory = event.subject is not None and event.subject.called_name == "BytesIO"

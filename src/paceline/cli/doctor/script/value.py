@@ -248,6 +248,8 @@ def either(values: Iterable[AbstractValue]) -> AbstractValue:
         return choices[0]
     text = shortened(" or ".join(sorted({each.text for each in choices})))
     facts = frozenset().union(*(each.facts for each in choices)) - {Fact.OPAQUE}
+    sizes = {Fact.WORLD_SIZE, Fact.LOCAL_SIZE, Fact.TIMES_WORLD_SIZE}
+    facts -= {fact for fact in sizes if any(fact not in each.facts for each in choices)}
     return AbstractValue(text, facts=facts, alternatives=choices)
 
 
