@@ -137,7 +137,7 @@ class Formation:
         return self._open
 
     def watch(self, gone: Callable[[], RankIdentity | None]) -> None:
-        """Registers a function for `look` to call. It returns a rank that has died or left, or None if there is none."""
+        """Registers a function for `look` to call. It returns a rank that has died or left, or None if none has."""
         before = self._gone
         self._gone = lambda: before() or gone()
 
