@@ -18,8 +18,8 @@ differentiated again. For MAX, MIN and PRODUCT, the tensors are gathered and the
 
 Under torch.compile, each call causes a graph break.
 
-All calls raise the same errors as the plain collectives, also in the backward pass. On a rank that is not in `group`,
-they raise a ValueError. `src` and `dst` are ranks of the default group.
+All calls raise the same errors as the plain collectives, including in the backward pass. On a rank that is not in
+`group`, they raise a ValueError. `src` and `dst` are ranks in the default group.
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ class Gather(Function):
 class Scatter(Function):
     """Copies the root's tensor for this rank to `output`.
 
-    The tensors of the other ranks only determine whether these ranks run the backward pass.
+    The other ranks' tensors only determine whether those ranks run the backward pass.
     """
 
     @staticmethod
@@ -481,7 +481,7 @@ def announce_gradient(requires_grad: bool, group: ProcessGroup, root: int) -> bo
 def announce_template(
     tensors: Sequence[torch.Tensor] | None, group: ProcessGroup, root: int
 ) -> tuple[torch.Tensor, bool]:
-    """Returns an uninitialized tensor like each of the root's tensors, and whether any of these requires a gradient.
+    """Returns uninitialized tensors like the root's tensors, and whether any of the root's tensors requires a gradient.
 
     Raises:
         ValueError: the root did not pass one tensor for each rank, all with the same shape and dtype; raised on all

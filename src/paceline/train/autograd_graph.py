@@ -104,7 +104,7 @@ def _has_leaves_only(entries: object) -> bool:
 
 
 def _open_of(kind: type) -> _Open | None:
-    """Returns a function that iterates over the entries of a `kind` object, or None if such objects have no entries."""
+    """Returns a function that iterates over the entries of a `kind` instance, or None if `kind` has no entries."""
     if issubclass(kind, (torch.Tensor, list, tuple, set, frozenset)):
         return iter
     if issubclass(kind, Mapping):

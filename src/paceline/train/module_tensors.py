@@ -1,4 +1,4 @@
-"""TrackedTensors: the module tensors that wrappers average and copy. Functions broadcast, hash and inspect tensors."""
+"""TrackedTensors: the tensors that wrappers average and copy; functions to broadcast, hash and inspect tensors."""
 
 from __future__ import annotations
 

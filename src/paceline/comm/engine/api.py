@@ -7,13 +7,13 @@ An engine serves one type of device. It must
 - enforce a deadline on every wait, and report the result of a call as an `OutcomeCode`: TIMED_OUT, PEER_LOST or
   MISMATCH if the engine can detect these, and REFUSED with the library's message in all other cases
   (`failures.CallFailure`);
-- run the calls of a group in the order in which they are made, whether they are synchronous or not.
+- run a group's calls in the order in which they are made, whether they are synchronous or not.
 
 An engine need not handle
 
 - tensors (views, copies, dtypes, checks of arguments), for which `group/` is responsible;
-- PREMUL_SUM's factors, and collectives on objects, coalesced tensors and several GPUs, which become ordinary calls of a
-  channel;
+- PREMUL_SUM's factors, and collectives on objects, coalesced tensors and several GPUs, which become ordinary channel
+  calls;
 - the order of calls and a thread for asynchronous calls, which `adapters/serial_channel.py` provides;
 - operations, dtypes and reductions that its library lacks, because `adapters/schedule_executor.py` can run schedules
   over plain sends and receives.
@@ -100,7 +100,7 @@ class OpenGroup(Protocol):
 
     @property
     def messages(self) -> Messages:
-        """The interface for messages to and from single ranks of the group."""
+        """The interface for messages to and from single ranks in the group."""
         ...
 
     def record_as(self, group: int, /) -> None:
@@ -110,7 +110,7 @@ class OpenGroup(Protocol):
         """Aborts calls and messages; see `EngineChannel.abort`."""
 
     def failure(self) -> int:
-        """Returns the `OutcomeCode` of a failure of calls or messages, or OK."""
+        """Returns the `OutcomeCode` for a failed call or message, or OK."""
         ...
 
     def close(self) -> None:
@@ -326,7 +326,7 @@ def _spelled(engines: Mapping[str, str]) -> str:
 
 
 def _entry(name: str) -> _Entry | None:
-    """Returns the engine with this name: Paceline's, or one that wraps an accelerator's process group in PyTorch."""
+    """Returns the engine with this name: Paceline's, or one that wraps PyTorch's process group for an accelerator."""
     if name in _ENGINES:
         return _ENGINES[name]
     served = _process_groups().device_types(name) if _process_groups().is_registered(name) else ()

@@ -101,7 +101,7 @@ class DevicePieces(list[int]):
 
 
 HeaderFields = tuple[int, int, int, int, int, int]
-"""A call in failure reports: sequence number, operation, dtype, reduction, root, number of elements."""
+"""A call as described in failure reports: sequence number, operation, dtype, reduction, root, number of elements."""
 
 
 class CallOutcome(Protocol):
@@ -194,7 +194,7 @@ class PendingCall(Protocol):
         """Returns True if the call is complete, successfully or not."""
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits, without the interpreter lock, until the tensors may be used; returns False on timeout.
+        """Waits, without holding the interpreter lock, until the tensors can be used; returns False on timeout.
 
         On a device with streams, `wait` returns once the calling thread's current stream has been made to wait for the
         call. It may be called by several threads, or by one thread with several streams.
@@ -227,7 +227,7 @@ class CollectiveCall(NamedTuple):  # native/bindings/calls.cpp reads the fields 
     | operation | inputs | outputs |
     | --- | --- | --- |
     | all_reduce, broadcast | | 1, in place |
-    | all_reduce, only in the core's groups of one host | 1, not changed | 1 |
+    | all_reduce, only in the core's groups on one host | 1, not changed | 1 |
     | reduce | | 1, in place; not written on ranks other than the root |
     | all_gather | 1 | n |
     | gather | 1 | n on the root, else none |
@@ -333,7 +333,7 @@ class EngineChannel(Protocol):
 
 
 class Messages(Protocol):
-    """Interface for messages to and from single ranks of a group; no method waits for the other rank."""
+    """Interface for messages to and from single ranks in a group; no method waits for the other rank."""
 
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /

@@ -170,7 +170,7 @@ def _absence(outcome: CallOutcome, members: Sequence[object], group_rank: int, t
 
 
 def _held_up_by(to_blame: Sequence[object], me: object) -> str:
-    """Returns a clause about the ranks that directly or indirectly delay the call of a waiting rank."""
+    """Returns a clause about the ranks that directly or indirectly delay a waiting rank's call."""
     if not to_blame:
         return " for ranks that are waiting too"
     others = [member for member in to_blame if member != me]
@@ -252,7 +252,7 @@ class CallFailure:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """A rank of the default group with its host and process; `process` may be unknown."""
+    """A rank in the default group with its host and process; `process` may be unknown."""
 
     rank: int
     host: str

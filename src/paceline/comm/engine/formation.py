@@ -163,7 +163,7 @@ class Formation:
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
 
     def look(self, patience_s: float = 0.0) -> None:
-        """Polls for a rank that gave up or died, for `patience_s` seconds or, by default, once.
+        """Checks whether a rank has given up or died: once by default, or repeatedly for `patience_s` seconds.
 
         Raises:
             RendezvousError: a rank gave up or died; the message contains the reason.
@@ -184,7 +184,7 @@ class Formation:
             raise self._without(lost)
 
     def await_news(self) -> None:
-        """Polls with `look` for the longest time that a report about a lost rank may take to arrive.
+        """Calls `look` repeatedly for as long as a report about a lost rank can take to arrive.
 
         Raises:
             RendezvousError: a rank gave up or died.

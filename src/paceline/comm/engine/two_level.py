@@ -87,7 +87,7 @@ def open_two_levels(
         store: the store that the ranks share.
         rank: this process's rank in the default group.
         ranks: the members' ranks in the default group.
-        hosts: the ranks of the default group on each host.
+        hosts: the ranks in the default group on each host.
         timeout_s: the time that each engine waits for the other ranks, in seconds.
         identity: the group's number, which is the same on all its members and new for each group.
     """
@@ -122,7 +122,7 @@ class TwoLevelChannel(SerialChannel):
     Args:
         diagnosis: the object that determines why a call failed.
         whole: the channel of all ranks, which runs all other operations.
-        hosts: the group ranks of each host.
+        hosts: the group ranks on each host.
         rank: the group rank of this process.
         within: the group of this host's ranks.
         between: the leaders' group, or None if this rank is not a leader.
@@ -203,7 +203,7 @@ class TwoLevelChannel(SerialChannel):
             self._check(part.opened.channel.run(own), part.ranks)
 
     def _check(self, outcome: CallOutcome | None, ranks: Sequence[int]) -> None:
-        """Fails the call if a part of it failed; ranks in the outcome are translated to ranks of the whole group."""
+        """Fails the call if a part of it failed; ranks in the outcome are translated to ranks in the whole group."""
         if outcome is None:
             return
         calls = [(0, 0, 0, 0, -1, 0)] * self._size

@@ -33,9 +33,9 @@ def _increment_versions() -> Count:
     return cast("Count", _increment)
 
 
-# Increments the version counter of each tensor, which its views and the results of `detach()` share. A backward pass
-# that needs an earlier value of a tensor then raises an error instead of computing wrong gradients. Counting a write
-# twice is harmless.
+# Increments each tensor's version counter, which the tensor shares with its views and the results of `detach()`. A
+# backward pass that needs an earlier value of a tensor then raises an error instead of computing wrong gradients.
+# Counting a write twice is harmless.
 count_writes: Count = _increment_versions()
 
 
@@ -148,7 +148,7 @@ class Buffers:
         self.written: list[torch.Tensor] = []  # the caller's tensors (`kept` may contain copies instead)
         self.has_copies = False
         self.residual: torch.Tensor | None = None  # kept alive during the call
-        self.note = ""  # begins the message of a mismatch if the call is not the one that the program made
+        self.note = ""  # start of the message for a mismatch, if the call differs from the one in the program
         self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.scale = scale
         self._any_order = any_order
@@ -181,8 +181,8 @@ class Buffers:
     def finish(self) -> Callable[[], None] | None:
         """Returns a function to run when the call is complete, or None if no tensor was copied.
 
-        Copies that are only read also need one: on a device, it makes the streams of the program wait before the memory
-        of the copies can be reused.
+        Copies that are only read also need such a function. On a device, it makes the program's streams wait before the
+        memory of the copies can be reused.
         """
         return self._write_back if self.has_copies else None
 

@@ -156,7 +156,7 @@ def plan_reduce_scatter(
 def plan_uneven_reduce_scatter(
     group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
 ) -> list[CallPlan]:
-    """Returns the plans of the reduces that perform a reduce_scatter of parts that differ in size, one for each root.
+    """Returns the plans of the reduces, one for each root, that perform a reduce_scatter with parts of different sizes.
 
     Copies this rank's part to `output`, where the reduce to this rank adds the parts of the other ranks.
     """

@@ -20,8 +20,8 @@ class Wire:
     """Rounds a repeatedly reduced tensor between hosts, and compensates for the rounding in later calls.
 
     The rounding error that a call makes on this rank is stored and added in the next call (error feedback). The errors
-    therefore do not accumulate: the sum of all results differs from the exact sum by at most the rounding of one call.
-    Use a separate object for each tensor or list of tensors. A plain `wire="int8"` does not store errors.
+    therefore do not accumulate: the sum of all results differs from the exact sum by at most the rounding error of one
+    call. Use a separate object for each tensor or list of tensors. A plain `wire="int8"` does not store errors.
 
     The residuals take up to 4 bytes per element on each rank. A call with a different number of elements discards the
     residuals.
@@ -53,7 +53,7 @@ class Wire:
         self.residual = None
 
     def residual_of(self, count: int) -> torch.Tensor:
-        """Returns the residuals for a call on `count` elements: zeros if the previous call had a different number."""
+        """Returns the residuals for a call on `count` elements: zeros if the number of elements has changed."""
         held = self.residual
         if held is None or held.numel() != count or held.dtype is not torch.float32 or not held.is_contiguous():
             held = self.residual = torch.zeros(count, dtype=torch.float32, device="cpu")
@@ -87,7 +87,7 @@ def with_wire(plan: CallPlan, wire: WireLike, ranks: int) -> CallPlan:
     Args:
         plan: the call and its buffers.
         wire: the format, or None to return the plan unchanged.
-        ranks: the number of ranks of the group.
+        ranks: the number of ranks in the group.
 
     Raises:
         TypeError: the call does not sum or move floats that can be rounded.

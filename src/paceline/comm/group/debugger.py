@@ -28,9 +28,9 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     Args:
         rank: the rank to debug, in the default group.
         skip: the number of calls from the same line to ignore before the debugger opens.
-        timeout_s: the minimum timeout of all groups, in seconds. Shorter timeouts are permanently raised to it, because
-            the other ranks wait in their next collective while the debugged rank executes single steps. None leaves the
-            timeouts unchanged.
+        timeout_s: the minimum timeout of all groups, in seconds. Shorter timeouts are permanently raised to this value,
+            because the other ranks wait in their next collective while the debugged rank executes single steps. None
+            leaves the timeouts unchanged.
 
     Raises:
         ValueError: there is no default group, or it has no such rank.
@@ -61,8 +61,8 @@ def _debug(debugger: _Debugger) -> None:
 class _Debugger(pdb.Pdb):
     """pdb on the terminal. It stops inside `breakpoint`, but initially shows the frame of the caller.
 
-    By stopping there, the debugger finishes before the other ranks continue. With `nosigint`, Ctrl-C after `continue`
-    terminates the job, as without a debugger.
+    Because it stops there, the debugger finishes before the other ranks continue. With `nosigint`, Ctrl-C after
+    `continue` terminates the job, as without a debugger.
     """
 
     def __init__(self, caller: FrameType) -> None:

@@ -324,7 +324,7 @@ def get_pg_count() -> int:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Returns this process's rank among the ranks of its machine, from the environment variable LOCAL_RANK.
+    """Returns this process's rank among the ranks on its machine, from the environment variable LOCAL_RANK.
 
     Raises:
         ValueError: LOCAL_RANK is not set and there is no `fallback_rank`.
@@ -451,7 +451,7 @@ def is_xccl_available() -> bool:
 
 
 def is_torchelastic_launched() -> bool:
-    """Returns True if `paceline run` or torchrun, which both set TORCHELASTIC_RUN_ID, started this process."""
+    """Returns True if `paceline run` or torchrun started this process; both set TORCHELASTIC_RUN_ID."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

@@ -1,8 +1,8 @@
 """Decorators that keep communication calls out of compiled graphs.
 
-Without these decorators, torch.compile would trace into communication calls, down to functions of the core that it
-cannot trace. It would also compile functions that PyTorch calls back while compiled code runs, such as hooks and the
-methods of a backend.
+Without these decorators, torch.compile would trace into communication calls, down to core functions that it cannot
+trace. It would also compile functions that PyTorch calls back while compiled code runs, such as hooks and the methods
+of a backend.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Functions that create and destroy process groups: `init_process_group`, `new_group`, `destroy_process_group`.
 
 A group is formed in three steps: the ranks perform a rendezvous (`perform_rendezvous`), start the engines, and connect
-to each other (`form`). `form_apart` and `make_default` split the creation of a default group in two, for ranks that
-form their next group while they still use the current one.
+to each other (`form`). `form_apart` and `make_default` split the creation of a default group into two steps, for ranks
+that form their next group while they still use the current one.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def init_process_group(
         algorithm: the algorithm for every collective that it implements: "ring", "halving_doubling", "tree", "star" or
             "hierarchical". The default is PACELINE_ALGORITHM, or else shared memory on one host and the fastest
             algorithm between hosts.
-        between_hosts: the engine ("gloo" or "mpi") over which the first ranks of the hosts exchange results that
+        between_hosts: the engine ("gloo" or "mpi") over which the first ranks on the hosts exchange results that
             "paceline" has reduced within each host. If None, "paceline" is also used between hosts.
         elastic: whether workers may join and leave. The group contains only this rank until `ElasticState.epochs` finds
             the other workers. The job must be started with `paceline run --elastic`, or consist of this process only.
@@ -352,7 +352,7 @@ def make_default(world: World) -> None:
 
 
 def form(joined: RendezvousResult, backend: BackendChoice, timeout_s: float, options: GroupOptions) -> World:
-    """Returns a world that connects all ranks of a rendezvous; its group is not the default group yet."""
+    """Returns a world that connects all ranks in a rendezvous; its group is not the default group yet."""
     with contextlib.ExitStack() as undo:
         with Formation(joined.store, joined.rank, joined.world_size) as formation:
             context = EngineContext(

@@ -106,7 +106,7 @@ class ProcessGroup:
 
     Args:
         opened: the engine's group for CPU tensors.
-        members: the ranks of the group with their hosts and processes, in the order of their group ranks.
+        members: the ranks in the group with their hosts and processes, in the order of their group ranks.
         group_rank: this process's rank in the group.
         timeout: the time that calls wait for the other ranks.
         name: the group's name in error messages.
@@ -805,7 +805,7 @@ class ProcessGroup:
         return True
 
     def run_on_cpu(self, call: CollectiveCall, kept: Sequence[torch.Tensor]) -> None:
-        """Executes a call that writes to the checked CPU tensors `kept`. No profiler may be recording."""
+        """Executes a call that writes to the checked CPU tensors `kept`. A profiler must not be recording."""
         if self._closed:
             raise self.closed_error()
         count_writes(kept)
@@ -1045,5 +1045,5 @@ def _as_work(work: Work | None) -> Work:
 
 
 def _unpack_single(tensors: Tensors) -> Tensors:
-    """Unpacks a list that contains a single tensor, because a tensor takes the fastest path."""
+    """Unpacks a list that contains a single tensor, because the fastest path requires a bare tensor."""
     return tensors[0] if not isinstance(tensors, torch.Tensor) and len(tensors) == 1 else tensors

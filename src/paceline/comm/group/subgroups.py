@@ -1,4 +1,4 @@
-"""Functions that divide the ranks of a group into several new groups, and `DeviceMesh`.
+"""Functions that divide the ranks in a group into several new groups, and `DeviceMesh`.
 
 A rank outside all new groups receives `GroupMember.NON_GROUP_MEMBER`, on which calls do nothing. torch.distributed
 returns None in this case, which later calls would interpret as the default group.
@@ -147,7 +147,7 @@ def _split(
 
 
 def _agree(parent: ProcessGroup, lists: list[list[int]], call: str) -> int:
-    """Returns a number, chosen by the parent's first rank, that identifies these new groups among all others."""
+    """Returns a number, chosen by the parent's first rank, that distinguishes these new groups from all others."""
     mine = torch.tensor([secrets.randbits(61), zlib.crc32(repr(lists).encode())], device="cpu")
     everyone = [torch.empty_like(mine) for _ in parent.ranks]
     parent.all_gather(everyone, mine)
@@ -200,7 +200,7 @@ class _Array:
     """The layout of a root mesh, shared by all slices of the mesh.
 
     Attributes:
-        ranks: the ranks of the default group.
+        ranks: the ranks in the default group.
         groups: this rank's group along each dimension.
         flat: the meshes created by `_flatten`, by name.
     """
@@ -253,7 +253,7 @@ class DeviceMesh:
         return tuple(self._array.ranks.shape[d] for d in self._dimensions)
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """Returns the number of ranks along a dimension, or of the whole mesh."""
+        """Returns the number of ranks along a dimension, or in the whole mesh."""
         return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
 
     def get_rank(self) -> int:
@@ -299,7 +299,7 @@ class DeviceMesh:
         return DeviceMesh(self._array, dimensions)
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """Returns a one-dimensional mesh of this mesh's ranks; all ranks of the root mesh must call this method.
+        """Returns a one-dimensional mesh of this mesh's ranks; all ranks in the root mesh must call this method.
 
         The root mesh keeps the result and returns it for `mesh[mesh_dim_name]`. The default name consists of the names
         of the dimensions, joined by underscores.
@@ -346,7 +346,7 @@ class DeviceMesh:
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
 ) -> DeviceMesh:
-    """Lays out the ranks of the default group in row-major order; all ranks call this with the same arguments.
+    """Lays out the ranks in the default group in row-major order; all ranks call this with the same arguments.
 
     Args:
         device_type: `cpu` or `cuda`.

@@ -1,9 +1,9 @@
 """`Work` for asynchronous calls, the thread that reports their completion, and their events in profiles.
 
 The completion thread starts on first use. It sleeps in the core, without the interpreter lock, until any call in the
-core completes, and polls calls of other engines, which do not report completion. A callback may make further calls and
-wait for them, as PowerSGD's callback does. While the callback runs, its thread cannot report the completion of these
-calls, so a second thread reports it. Most processes never start this second thread.
+core completes, and polls the calls of engines outside the core, which do not report completion. A callback may make
+further calls and wait for them, as PowerSGD's callback does. While the callback runs, its thread cannot report the
+completion of these calls, so a second thread reports it. Most processes never start this second thread.
 
 In a `torch.profiler` profile a call appears under a name such as `paceline:all_reduce`, with its tensors' shapes, its
 start and its end. Like PyTorch's own Python code, callers check `torch.autograd.profiler._is_profiler_enabled` before
@@ -73,7 +73,7 @@ class Work:
         self._lock = threading.Lock()
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._written = written
-        self._streams = current_streams(tensors)  # the streams of the program, which `finish` must follow
+        self._streams = current_streams(tensors)  # the program's streams, which `finish` must follow
         self._finished: list[AcceleratorEvent] = []  # events recorded after `finish`, one per device
         self._settled = work is None
         if self._settled:
@@ -82,7 +82,7 @@ class Work:
 
     def __del__(self) -> None:
         # The core may still write to the tensors that this object keeps alive. On a device, the tensors' memory may be
-        # reused by later work on the streams of the program, and any thread may release this object.
+        # reused by later work on the program's streams, and any thread may release this object.
         if not getattr(self, "_settled", True) and self._work is not None and not self._work.done():
             with on_streams(self._streams):
                 self._work.wait(FOR_EVER_NS)
@@ -285,7 +285,7 @@ class _UntilEvent:
 
 
 class JoinedWork(Work):
-    """A combination of several `Work` objects, which completes when all of them are complete and fails if one fails."""
+    """A combination of several `Work` objects. It completes when all of them are complete, and fails if any fails."""
 
     def __init__(self, works: Sequence[Work], name: str, results: Sequence[torch.Tensor]) -> None:
         self._works = works
@@ -507,10 +507,10 @@ _other_thread: ThreadPoolExecutor | None = None
 class ProfiledCall:
     """The event of a call in the profile, from the creation of this object until `end`, which any thread may call.
 
-    Programs identify the calls of a backend in a profile by `is_async`, which torch sets on all events of its own
-    backends. For an event recorded from Python, torch sets it only if the event begins and ends on different threads,
-    so the event of a synchronous call is ended on another thread. In releases of PyTorch that omit such events,
-    ordinary events are recorded instead. The event of an asynchronous call then ends once the call has been started.
+    Programs identify a backend's calls in a profile by `is_async`, which torch sets on all events of its own backends.
+    For an event recorded from Python, torch sets it only if the event begins and ends on different threads, so the
+    event of a synchronous call is ended on another thread. In releases of PyTorch that omit such events, ordinary
+    events are recorded instead. The event of an asynchronous call then ends once the call has been started.
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
-"""Connections to listeners on other machines, at the listener's own port or at the machine's single port.
+"""Connections to listeners on other machines, on the listener's own port or on the machine's single port.
 
-PACELINE_PORT determines whether each machine of a job has a single port for all connections from other machines.
+PACELINE_PORT determines whether each machine in a job has a single port for all connections from other machines.
 Connections within a machine never use it: they are Unix sockets or loopback connections.
 
 The first bytes of a connection to a multiplexer contain the listener's number. They do not authenticate the
@@ -128,7 +128,7 @@ def number_in(header: bytes) -> int:
 def dial(
     address: tuple[str, int], timeout_s: float, source: str | None = None, reach_s: float | None = None
 ) -> socket.socket:
-    """Connects to a port of a host or, in a job with a single port, to one of the host's numbered listeners.
+    """Connects to a port on a host or, in a job with a single port, to one of the host's numbered listeners.
 
     Args:
         address: the host and the port or, in a job with a single port, the number.
@@ -138,7 +138,7 @@ def dial(
 
     Raises:
         OSError: the machine cannot be reached, or no process listens there.
-        HandshakeUnfinishedError: the process at the port closed the connection; another attempt may succeed.
+        HandshakeUnfinishedError: the process listening on the port closed the connection; another attempt may succeed.
     """
     deadline = time.monotonic() + timeout_s
     port = chosen_port()
@@ -157,7 +157,7 @@ def dial(
 
 
 def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
-    """Returns the hosts that did not answer at the single port in time; a refused connection counts as an answer.
+    """Returns the hosts that did not answer on the single port in time; a refused connection counts as an answer.
 
     Args:
         hosts: the hosts' addresses, which are tried concurrently.

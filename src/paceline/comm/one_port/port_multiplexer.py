@@ -123,7 +123,7 @@ class PortMultiplexer:
 
     Args:
         port: the machine's TCP port.
-        name: the name of the abstract Unix socket on which processes of the same user request numbers.
+        name: the name of the abstract Unix socket on which the same user's processes request numbers.
 
     Raises:
         OSError: another multiplexer uses that name.

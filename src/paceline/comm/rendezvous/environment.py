@@ -15,7 +15,7 @@ from paceline.comm.store.store import Store
 STORE = "PACELINE_STORE"  # the launcher's store
 TORCH_STORE = "PACELINE_TORCH_STORE"  # host:port of the launcher's store for torch.distributed
 TORCH_STORE_REQUESTS = "PACELINE_TORCH_STORE_REQUESTS"  # named pipe for requesting the store at TORCH_STORE
-USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun: True if it serves the store at MASTER_PORT
+USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun: True if it serves the store on MASTER_PORT
 
 
 def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
@@ -82,7 +82,7 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
 
 
 def is_torch_store(port: int) -> bool:
-    """Returns True if the launcher serves torch's store at `port`, in which case no rank can use this port."""
+    """Returns True if the launcher serves torch's store on `port`, in which case no rank can use this port."""
     return os.environ.get(TORCH_STORE, "").rpartition(":")[2] == str(port)
 
 

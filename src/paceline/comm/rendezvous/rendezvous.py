@@ -71,7 +71,7 @@ class RendezvousResult:
     Attributes:
         rank: this process's rank.
         world_size: the number of ranks.
-        store: a store that only the ranks of this rendezvous use.
+        store: a store that only the ranks in this rendezvous use.
         address: the host that serves the store, or None if it is unknown.
     """
 

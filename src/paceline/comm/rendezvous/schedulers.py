@@ -48,7 +48,7 @@ class Scheduler:
 
     @property
     def is_one_a_rank(self) -> bool:
-        """Whether the scheduler started a separate launcher for each rank of this machine."""
+        """Whether the scheduler started a separate launcher for each rank on this machine."""
         return self.slot[1] > 1
 
     @property
@@ -201,5 +201,5 @@ def _given_port(env: Mapping[str, str]) -> int | None:
 
 
 def port_of(job: str) -> int:
-    """Derives a port from the job's name, so that all machines of the job use the same port."""
+    """Derives a port from the job's name, so that all machines in the job use the same port."""
     return _PORTS[crc32(job.encode()) % len(_PORTS)]

@@ -56,7 +56,7 @@ def open_scheduler_store(scheduler: Scheduler, world_size: int, timeout: timedel
 
 
 def _starter() -> str:
-    """Returns the process id and start time of the process that started all ranks of this machine.
+    """Returns the process id and start time of the process that started all ranks on this machine.
 
     This process is the nearest ancestor that does not belong to a single rank. A rank's parent may be a shell or a
     wrapper for this rank alone.

@@ -93,7 +93,7 @@ def build(
         rank: the rank whose schedule to build.
         world_size: the number of ranks.
         root: the root of a broadcast, reduce, gather or scatter; -1 for other operations.
-        hosts: the ranks of each host; required by `hierarchical`, `circulant` and quantized formats, and ignored by
+        hosts: the ranks on each host; required by `hierarchical`, `circulant` and quantized formats, and ignored by
             other algorithms.
 
     Raises:
@@ -171,7 +171,7 @@ def predict(
         nbytes: the size in bytes of a rank's longest buffer: the tensor, or all blocks of a gather, a scatter or an
             all-to-all.
         world_size: the number of ranks.
-        hosts: the ranks of each host; None if all ranks are on one host.
+        hosts: the ranks on each host; None if all ranks are on one host.
 
     Raises:
         ValueError: the algorithm does not implement the operation, or `hosts` does not contain `world_size` ranks.
@@ -205,8 +205,8 @@ def choose(
         AlgorithmPrediction(name, predict(model, name, operation, nbytes, world_size, hosts))
         for name in algorithms_offering(operation)
     ]
-    # Durations are rounded, so that rounding errors do not decide between algorithms with the same prediction. Of such
-    # algorithms, the first one in the registry is chosen.
+    # Durations are rounded, so that rounding errors do not decide between algorithms with the same prediction. Among
+    # such algorithms, the first one in the registry is chosen.
     candidates = tuple(sorted(times, key=lambda prediction: float(f"{prediction.seconds:.9g}")))
     return forced_or_best(operation, nbytes, world_size, len(hosts or [0]), candidates, forced)
 

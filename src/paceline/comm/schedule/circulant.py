@@ -7,15 +7,15 @@ With `radix` 2, the remaining data is halved in each round, as in Träff 2024, "
 allreduce algorithms"; a division into more parts saves rounds, which helps on links with a high latency. No byte is
 sent more often than in a ring. All members perform the same steps relative to their own position.
 
-In an all-reduce on rails, the l-th ranks of all hosts form the l-th rail, which owns the l-th slice of the tensor.
+In an all-reduce on rails, the l-th ranks on all hosts form the l-th rail, which owns the l-th slice of the tensor.
 Rings within the hosts reduce the slice, the rail exchanges it between hosts on the circulant graph, and rings within
 the hosts distribute the slices. The tensor is divided into segments, so that one segment is exchanged between hosts
 while the next segment is reduced within the hosts. The rings of a host move the blocks in the order in which the rails
 need them.
 
-`hierarchical.py` uses the parameters `LONG`, with which a rank exchanges data with one other host at a time, in many
-segments. The algorithm `circulant` uses `SHORT`, for tensors whose transfer is dominated by latency: there are fewer
-segments and fewer rounds, and a rank sends to several hosts at the same time.
+`hierarchical.py` uses the parameters `LONG`: each rank exchanges data with one other host at a time, in many segments.
+The algorithm `circulant` uses `SHORT`, for tensors whose transfer is dominated by latency: there are fewer segments and
+fewer rounds, and a rank sends to several hosts at the same time.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _phase_s(case: Case, cut: RailParameters, gamma: float) -> float:
 
 
 def _between_s(case: Case, radix: int, segments: int, nbytes: float, sharing: int, gamma: float) -> float:
-    """Returns the duration in seconds of a phase in which `sharing` ranks of each host exchange `nbytes` bytes each."""
+    """Returns the duration in seconds of a phase in which `sharing` ranks on each host exchange `nbytes` bytes each."""
     far, share = case.model.between_hosts, nbytes * (case.n_hosts - 1) / case.n_hosts
     waiting_s = phase_latency_s(case.n_hosts, radix, far, segments)
     return waiting_s + share * (sharing * far.beta_s_per_byte + gamma)

@@ -2,7 +2,7 @@
 
 The terms follow Hockney 1994 for a message, Thakur, Rabenseifner, Gropp 2005 for trees and for halving and doubling,
 and Patarasuk and Yuan 2009 for rings. A rank sends one message and receives one message at a time. The formulas assume
-that ranks are numbered host by host, and that the ranks of a host share its network link. Each algorithm's file defines
+that ranks are numbered host by host, and that the ranks on a host share its network link. Each algorithm's file defines
 `COSTS` next to `OFFERS`; `algorithms.py` evaluates these costs.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 PIPE_NBYTES = 128 << 10
-"""The number of bytes that a rank receives of a long slice before it starts to forward them."""
+"""The number of bytes of a long slice that a rank receives before it starts to forward them."""
 
 
 @dataclass(frozen=True)

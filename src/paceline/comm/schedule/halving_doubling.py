@@ -205,7 +205,7 @@ links idle. Simulations with 4 to 32 ranks yield factors of 1.32 to 1.4.
 def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
     """Returns the time, in seconds, for rounds that move 1/2, 1/4, 1/8... of the bytes and, with `gamma`, reduce them.
 
-    The ranks of a host share its link to other hosts unless only one of them is active (`alone`).
+    The ranks on a host share its link to other hosts unless only one of them is active (`alone`).
     """
     width = 1 << case.n.bit_length() - 1
     total, nbytes, distance = 0.0, case.nbytes / 2, width // 2

@@ -1,10 +1,10 @@
 """Hierarchical algorithms, which exchange data within each host first, and then between hosts over the slower links.
 
-If all hosts have the same number of ranks, the l-th ranks of all hosts form the l-th rail, which owns the l-th slice of
+If all hosts have the same number of ranks, the l-th ranks on all hosts form the l-th rail, which owns the l-th slice of
 the tensor: rings within the hosts reduce the slice, the rail exchanges it between hosts, and rings within the hosts
 distribute the slices. All ranks thus use the network at once (as in the hierarchical all-reduce of Horovod and NCCL;
 Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision"). If hosts have different numbers
-of ranks, and in operations with a root, the first rank of each host is the leader and represents its host; on the
+of ranks, and in operations with a root, the first rank on each host is the leader and represents its host; on the
 root's host the root is the leader. `circulant.py` implements the all-reduce on rails.
 """
 
@@ -142,7 +142,7 @@ def scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def barrier(topology: RankTopology) -> BlocksAndSteps:
-    """Synchronizes the ranks of each host with a tree, and the leaders with a dissemination barrier."""
+    """Synchronizes the ranks on each host with a tree, and the leaders with a dissemination barrier."""
     _, host, local, me = home = find_host_position(topology)
     between = halving_doubling.disseminate_phase(home.rail, host) if me == 0 else []
     return 0, tree.arrive_phase(local, me) + between + tree.leave_phase(local, me)

@@ -82,8 +82,8 @@ class Network:
     """Hosts, their ranks and their links.
 
     Attributes:
-        hosts: the ranks of each host.
-        within_host: the link between two ranks of a host. All transfers from a rank share the rate, and so do all
+        hosts: the ranks on each host.
+        within_host: the link between two ranks on a host. All transfers from a rank share the rate, and so do all
             transfers to a rank.
         node: the link of each host, which its ranks share.
         groups: the racks or regions; a host is in at most one of them.
@@ -259,7 +259,7 @@ def _quantity(part: str) -> dict[str, float]:
 Pair: TypeAlias = tuple[int, int]
 """The numbers of two hosts, the lower one first."""
 
-_SLOW_FRACTION = 0.5  # a link is slow below this fraction of the expected rate; equal links rarely differ so much
+_SLOW_FRACTION = 0.5  # a link is slow below this fraction of the expected rate; equal links rarely differ by that much
 
 
 def round_robin_rounds(n: int) -> list[list[Pair]]:
@@ -267,7 +267,7 @@ def round_robin_rounds(n: int) -> list[list[Pair]]:
 
     All hosts except the first rotate on a circle, as in round-robin tournaments.
     """
-    circle = list(range(n)) + [-1] * (n % 2)  # -1 is a dummy: its partner sits out the round
+    circle = list(range(n)) + [-1] * (n % 2)  # -1 is a dummy; its partner is idle in this round
     rounds = []
     for _ in range(len(circle) - 1):
         pairs = zip(circle[: len(circle) // 2], reversed(circle), strict=False)

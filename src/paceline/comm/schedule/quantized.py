@@ -1,6 +1,6 @@
 """Quantized algorithms, which round data between hosts to few bits and keep data within a host exact.
 
-Ranks first sum within each host, as in `hierarchical.py`, and the l-th ranks of all hosts form the l-th rail. On a rail
+Ranks first sum within each host, as in `hierarchical.py`, and the l-th ranks on all hosts form the l-th rail. On a rail
 each rank packs its host's sum, sends to every other rank the part that the receiver owns, and adds up the parts that it
 receives. The exchange is direct, because each hop of a ring would round again. The owner of a sum packs it once, sends
 it to all ranks, and also uses the unpacked sum itself. All ranks therefore get the same bits, as the tests prove.

@@ -5,7 +5,7 @@ messages, however, grows with the world size. Reduce-scatter and all-gather are 
 1994 ("Interprocessor collective communication library"); all-reduce is a reduce-scatter followed by an all-gather
 (Patarasuk and Yuan 2009). In operations with a root, the ring is a chain along which long tensors are pipelined.
 
-These schedules are used between hosts, and within a host if an algorithm is forced. Otherwise the ranks of one host
+These schedules are used between hosts, and within a host if an algorithm is forced. Otherwise the ranks on one host
 reduce directly in shared memory (native/host/reductions.cpp).
 """
 
@@ -158,7 +158,7 @@ def all_to_all(topology: RankTopology) -> BlocksAndSteps:
 
 
 def barrier(topology: RankTopology) -> BlocksAndSteps:
-    """Rank 0 sends a token around twice: the first lap collects the arrivals, and the second one reports them."""
+    """Rank 0 sends a token around the ring twice: first to collect the arrivals, and then to report them."""
     n = topology.world_size
     left, right = (topology.rank - 1) % n, (topology.rank + 1) % n
     if n == 1:
@@ -201,7 +201,7 @@ def _chain(case: Case, gamma: float = 0) -> float:
 
 
 def _pairwise(case: Case) -> float:
-    """Returns the time, in seconds, for a pairwise exchange; in most rounds all ranks of a host send to other hosts."""
+    """Returns the time, in seconds, for a pairwise exchange; in most rounds all ranks on a host send to other hosts."""
     crossing = case.n - case.local
     per_block = case.block * case.local * case.model.between_hosts.beta_s_per_byte
     return (case.local - 1) * message_s(case.model.within_host, case.block) + crossing * (

@@ -220,7 +220,7 @@ def simulate_call(
     root: int = 0,
     fold: bool = True,
 ) -> CallTiming:
-    """Simulates a call on all ranks of a network.
+    """Simulates a call on all ranks in a network.
 
     Args:
         algorithm: the name of the algorithm or, for a quantized schedule, of the wire format.

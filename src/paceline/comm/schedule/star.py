@@ -1,8 +1,8 @@
 """The star, or parameter server, in which all data passes through one rank, the root or rank 0.
 
-The star serves as a baseline. Data takes at most two hops, but all ranks' bytes cross the link of the central rank, so
-the duration grows with the world size much faster than that of other algorithms. With few ranks and tiny tensors, the
-star may be the fastest.
+The star serves as a baseline. Data takes at most two hops, but all ranks' bytes cross the central rank's link, so the
+duration grows with the world size much faster than that of other algorithms. With few ranks and tiny tensors, the star
+may be the fastest.
 """
 
 from __future__ import annotations

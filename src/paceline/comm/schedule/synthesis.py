@@ -2,7 +2,7 @@
 
 `pack` packs trees into the network: each part of a tensor is summed along one tree and distributed along another.
 `synthesized_all_reduce` converts the transfers along the trees to steps for each rank. If all hosts have the same
-number of ranks, the l-th ranks of all hosts run the trees on the l-th slice of the tensor; rings within the hosts
+number of ranks, the l-th ranks on all hosts run the trees on the l-th slice of the tensor; rings within the hosts
 reduce the slices beforehand and distribute them afterward, as in `hierarchical.py`. If the numbers of ranks differ, the
 leaders run the trees on the whole tensor.
 
@@ -125,7 +125,7 @@ def hop_costs(network: Network, n_parts: int) -> dict[Hop, list[tuple[int, float
     """
     numbers: dict[LinkDirection, int] = {}
     costs: dict[Hop, list[tuple[int, float]]] = {}
-    # The ranks of a host send their slices of a part at the same time, so one rank represents all of them.
+    # The ranks on a host send their slices of a part at the same time, so one rank represents all of them.
     leaders = [host[0] for host in network.hosts]
     for source, target in permutations(range(len(leaders)), 2):
         path = find_path(network, leaders[source], leaders[target])
@@ -274,7 +274,7 @@ def by_begin(network: Network, parts: Sequence[Trees]) -> list[TreeTransfer]:
     """Returns the transfers of all parts in the order in which they would begin in the plan."""
     costs = hop_costs(network, len(parts))
     free: dict[int, float] = {}
-    # `left` holds the remaining transfers of each part in a possible order; `ready` holds the times at which hosts have
+    # `left` holds the remaining transfers of each part in a feasible order; `ready` holds the times at which hosts have
     # the part's data.
     left = [list(_part_transfers(number, trees)) for number, trees in enumerate(parts)]
     ready: list[dict[int, float]] = [{} for _ in parts]
@@ -337,10 +337,10 @@ MOST_RANKS = 64
 """The maximum number of ranks for which the schedules can be verified in less than a second."""
 
 _LONG_NBYTES = 16 << 20
-_NEARLY = 1.25  # an algorithm with a much lighter load is preferred up to this multiple of the least duration
+_NEARLY = 1.25  # an algorithm with a much lighter load is preferred up to this multiple of the shortest duration
 _COMPETING = 1.05  # factor on the simulated duration if several connections may share an uplink
 _LIGHTER = 0.75  # a load counts as "much lighter" up to this fraction of the fastest algorithm's load
-_AS_FAST = 1.02  # an algorithm with fewer messages is preferred up to this multiple of the least duration
+_AS_FAST = 1.02  # an algorithm with fewer messages is preferred up to this multiple of the shortest duration
 
 
 def synthesized_all_reduce(topology: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:
@@ -384,7 +384,7 @@ def can_synthesize(network: Network) -> bool:
 
 
 def synthesize(network: Network) -> list[Schedule]:
-    """Returns verified all-reduce schedules for all ranks of a network.
+    """Returns verified all-reduce schedules for all ranks in a network.
 
     The schedules use the packing and the order of transfers that are the fastest in a simulation with a long tensor;
     packings through gateways are preferred if they are only slightly slower. For the same network, the schedules are

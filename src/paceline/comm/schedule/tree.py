@@ -93,7 +93,7 @@ def arrive_phase(group: Sequence[int], me: int) -> list[Step]:
 
 
 def leave_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Reports from group[0] to all members that they may leave."""
+    """Sends all members, starting from group[0], permission to leave."""
     return broadcast_phase(group, me, NOTHING)
 
 

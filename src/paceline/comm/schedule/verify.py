@@ -243,9 +243,8 @@ def block_fits(operation: Operation, rank: int, index: int, value: BlockValue) -
 Accesses: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 """The places that a step reads and those that it writes, block by block, each with its number of earlier accesses.
 
-A read waits until the place has been written as often as the earlier steps of its rank write it; a write waits until
-the place has been read and written as often as these steps read and write it. A step that updates in place (src is dst)
-is one write.
+A read waits until all writes to the place by earlier steps of its rank are complete; a write waits until all accesses
+to the place by earlier steps are complete. A step that updates in place (src is dst) is one write.
 """
 
 

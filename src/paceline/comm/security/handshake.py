@@ -1,4 +1,4 @@
-"""Handshakes on a new connection: TLS if it must be encrypted, then a proof from both ends that they have the secret.
+"""Handshakes on a new connection: TLS if encryption is required, then a proof from both ends that they have the secret.
 
 The connecting side begins with or without TLS. The accepting side inspects the first byte to distinguish the two cases,
 and rejects a plaintext connection where encryption is required. The proofs follow, as on every connection:
@@ -71,7 +71,7 @@ def encrypt_as_client(connection: socket.socket, secret: bytes | None, timeout_s
     """Encrypts a new connection on the connecting side if its addresses and the level require it.
 
     Raises:
-        AuthenticationError: the peer has another job's certificate, does not use TLS, or serves several listeners at
+        AuthenticationError: the peer has another job's certificate, does not use TLS, or serves several listeners on
             one port and received no header.
         HandshakeUnfinishedError: the peer did not answer in time, or closed the connection.
         ValueError: no suitable OpenSSL is installed.
@@ -97,7 +97,7 @@ def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s
     """Encrypts a new connection on the accepting side if the peer begins with TLS.
 
     Raises:
-        AuthenticationError: the connection is unencrypted although it must be encrypted, or the peer has another
+        AuthenticationError: the connection is plaintext although encryption is required, or the peer has another
             certificate.
         HandshakeUnfinishedError: the handshake did not begin or did not complete in time.
     """
@@ -156,7 +156,7 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
 
 
 def _missing_header(connection: Connection) -> AuthenticationError:
-    """Returns the error for a peer that serves all listeners of its machine at one port and received no header."""
+    """Returns the error for a peer that serves all of its machine's listeners on one port and received no header."""
     return AuthenticationError(
         f"at {_name_of(connection)} one port serves all listeners of that machine, but this connection did not specify "
         "a listener: start every launcher with the same --port, or every rank with the same PACELINE_PORT"

@@ -140,7 +140,7 @@ def is_own(status: os.stat_result) -> bool:
 
 
 def _is_usual_there(path: str, status: os.stat_result) -> bool:
-    """Returns True if new files of this user in the file's directory get the same owner and mode as the file."""
+    """Returns True if this user's new files in the file's directory get the same owner and mode as the file."""
     usual = _usual(path)
     return usual is not None and (usual.st_uid, usual.st_mode) == (status.st_uid, status.st_mode)
 

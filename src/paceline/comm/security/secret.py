@@ -1,4 +1,4 @@
-"""Secret of a job, and the security level, which determines the connections that are encrypted.
+"""Secret of a job, and the security level, which determines which connections are encrypted.
 
 The secret consists of random bytes (32 by default, at least 16) that only the job's processes have. Workers inherit it
 as a sealed memory file, whose descriptor is in PACELINE_SECRET_FD. The variable may outlive the descriptor:
@@ -66,7 +66,7 @@ def choose_level(level: str) -> None:
 
 
 def is_insecure() -> bool:
-    """Returns True if the level `none` may be used between machines."""
+    """Returns True if the level `none` is allowed between machines."""
     return os.environ.get(INSECURE_VARIABLE) == "1"
 
 

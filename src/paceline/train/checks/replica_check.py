@@ -103,7 +103,7 @@ class ReplicaDifference:
     Attributes:
         part: the name of the part, such as "parameters".
         sides: the ranks that differ, as ranks in the group.
-        names: the names of the values that differ, in the order of the module.
+        names: the names of the values that differ, in the module's order.
         count: the total number of values in the part.
     """
 

@@ -191,7 +191,7 @@ class EpochStep:
     count: int
 
     def places_of(self, rank: int) -> list[int]:
-        """Returns the places that are assigned to a rank, without places that the rank only repeats.
+        """Returns the places that are assigned to a rank, excluding places that the rank only repeats.
 
         >>> step = EpochStep(RemainingSamples(4, 9), ranks=3, count=2)
         >>> [step.places_of(rank) for rank in range(3)]
@@ -207,7 +207,7 @@ def sharding_for(slot: RankSlot, batch_size: int, remainder: Remainder) -> Batch
 
 
 class BatchAssigner(Protocol):
-    """Interface for objects that select the ranks for each batch of an elastic job, whose ranks may change."""
+    """Interface for objects that select the ranks for each batch in an elastic job, where the ranks may change."""
 
     def begin_batch(self) -> RankSlot:
         """Returns this rank's slot in the next batch."""

@@ -55,7 +55,7 @@ class DistributedSampler(Sampler[int]):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self._passes = 0  # the number of iterations that passed half of the samples
+        self._passes = 0  # the number of iterations that read half of the samples or more
         self._warned = False  # also set by `set_epoch`, because a program that calls it needs no warning
         if not isinstance(dataset, Sized):
             raise TypeError(

@@ -24,7 +24,7 @@ def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | N
 
     Raises:
         RuntimeError: both arguments are given, or the mesh has several dimensions.
-        ValueError: the mesh does not contain all ranks of the default group in order.
+        ValueError: the mesh does not contain all ranks in the default group in order.
         TypeError: `process_group` is not a Paceline group.
     """
     if device_mesh is None:
@@ -47,7 +47,7 @@ def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | N
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Returns two flags: whether to copy buffers on wrapping, and whether to copy them before each forward pass."""
+    """Returns two flags: whether to copy buffers when wrapping, and whether to copy them before each forward pass."""
     if forward_sync_buffers is None:
         both = broadcast_buffers is None or broadcast_buffers
         return both, both

@@ -18,8 +18,8 @@ class DeferredFuture(Generic[T]):
     """A future that computes its value when a thread waits for it.
 
     Callbacks may call collectives, and collectives must run in the same order on every rank. Callbacks of a
-    `DeferredFuture` run in the order in which the reducer waits, which is the same on every rank. Callbacks of
-    `Work.get_future` run in the order in which calls complete, which may differ between ranks.
+    `DeferredFuture` run in the order in which the reducer waits for the futures, which is the same on every rank.
+    Callbacks of `Work.get_future` run in the order in which calls complete, which may differ between ranks.
 
     This class does not derive from `torch.futures.Future`, because `torch.futures.collect_all` waits in C++, where the
     value cannot be computed. Use this module's `collect_all` instead; torch's function rejects a `DeferredFuture`.

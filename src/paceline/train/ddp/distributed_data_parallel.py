@@ -379,7 +379,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Registers a hook that averages each bucket of gradients in place of the engine.
+        """Registers a hook that averages each bucket of gradients instead of the engine.
 
         The hook is called as `hook(state, bucket)` with a `GradBucket`. It returns a `torch.futures.Future` for the
         averaged flat buffer, or the `Work` from a collective that was called on this buffer with `async_op=True`. Every
@@ -416,8 +416,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Sets the weight of this rank's next backward pass in the mean over the ranks; the default is 1.
 
         This module must belong to a `paceline.ElasticState`. For example, if each rank's loss is the mean over its
-        tokens, and its weight is the number of these tokens, the averaged gradients are those of the mean loss over the
-        tokens of all ranks. If all weights are zero, the gradients keep their values from before the forward pass.
+        tokens, and its weight is the number of these tokens, the averaged gradients are those of the mean loss over all
+        ranks' tokens. If all weights are zero, the gradients keep their values from before the forward pass.
 
         Args:
             weight: the weight, which must not be negative.
@@ -506,7 +506,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> Join:
         """Returns a context in which ranks may run out of inputs at different times.
 
-        A rank that has run out contributes zeros to the steps of the other ranks. At the end, all ranks receive the
+        A rank that has run out contributes zeros to the other ranks' steps. At the end, all ranks receive the
         parameters and buffers of one of the ranks that trained longest. Every step must consist of one forward pass and
         one backward pass.
 
@@ -755,7 +755,7 @@ class DdpJoinHook(JoinHook):
         self._own_gradients: list[torch.Tensor | None] | None = None
 
     def main_hook(self) -> None:
-        """Contributes zeros to a step and receives the average, with which this rank's optimizer can step."""
+        """Contributes zeros to a step and receives the average, so that this rank's optimizer can step."""
         step = self._steps.follow()
         if not any(step.averages):
             return

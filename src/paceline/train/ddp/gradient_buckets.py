@@ -32,7 +32,7 @@ _stride = torch.Tensor.stride
 
 
 class FlatGradients:
-    """The gradients of a bucket on an accelerator, as parts of one flat tensor that one call reduces.
+    """The gradients of a bucket on an accelerator, as parts of one flat tensor that is reduced in one call.
 
     Autograd computes each gradient in separate memory. When all gradients of a bucket have been computed, they are
     copied into the flat tensor, whose parts replace them. If the program keeps the gradients
@@ -129,7 +129,7 @@ class GradientBuckets:
         sparse = [index for index, name in enumerate(self.names) if name in tracked.sparse]
         self.buckets = bucket_params(self.params, bucket_caps_bytes, left_out=sparse, may_exceed=self.are_on_device)
 
-        # - The gradients that every backward pass should compute, without those that `settle_present` has permanently
+        # - The gradients that every backward pass should compute, except those that `settle_present` has permanently
         #   excluded
         self._expected: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
         self._expected_sparse = sparse
@@ -137,8 +137,8 @@ class GradientBuckets:
         # The parameters of a static graph for which only other ranks compute gradients; this rank contributes zeros.
         self._absent: list[int] = []
 
-        # - The gradients that the current backward pass averages, without those that `take_present` has excluded.
-        #   A bucket is None if no rank has any of its gradients.
+        # - The gradients that the current backward pass averages, except those that `take_present` has excluded. A
+        #   bucket is None if no rank has any of its gradients.
         self.active = self._expected
         self._active_sparse = self._expected_sparse
 

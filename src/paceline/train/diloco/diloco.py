@@ -134,12 +134,12 @@ class DiLoCo:
     parallel training, so a slow network suffices. After each exchange the outer parameters are bitwise equal on all
     ranks.
 
-    Call `step` after each inner step and `finish` at the end. Gradient accumulation, mixed precision with a GradScaler
+    Call `step` after each inner step and `finish` at the end. Gradient accumulation, mixed precision with a GradScaler,
     and learning rate schedulers for either optimizer work as in single-process training.
 
     Args:
         model: the model, with the same parameter names and shapes on every rank. Rank 0's parameters and buffers are
-            copied to all ranks. The ranks of a host may wrap the model in a DistributedDataParallel if `process_group`
+            copied to all ranks. The ranks on a host may wrap the model in a DistributedDataParallel if `process_group`
             contains one rank per host.
         inner: the optimizer with which each rank trains.
         outer: a new optimizer for `model.parameters()`, such as `torch.optim.SGD(model.parameters(), lr=0.7,

@@ -97,7 +97,7 @@ class ExchangeScheduler:
         self.steps += 1
 
     def catch_up(self, decided: int) -> None:
-        """Adopts the step count of the other ranks if they have decided exchanges that this rank has not started.
+        """Adopts the other ranks' step count if this rank has not started all decided exchanges.
 
         Args:
             decided: the number of exchanges whose participants are known, whether or not they include this rank.

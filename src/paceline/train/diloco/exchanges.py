@@ -113,7 +113,7 @@ class ExchangeMailbox:
     # - Methods for the exchange thread
 
     def pause(self, seconds: float | None) -> None:
-        """Waits for a change for at most `seconds`, or indefinitely if it is None; the caller must hold `changed`.
+        """Waits up to `seconds` for a change, or indefinitely if `seconds` is None; the caller must hold `changed`.
 
         Raises:
             MailboxClosedError: the mailbox was closed.
@@ -123,9 +123,9 @@ class ExchangeMailbox:
         self.changed.wait(seconds)
 
     def latest_offer_from(self, number: int) -> int | None:
-        """Returns the latest exchange to start if `number` has started, FINISHED if training is complete, else None.
+        """Returns the latest exchange that has started if exchange `number` has started.
 
-        The caller must hold `changed`.
+        Otherwise returns FINISHED if training is complete, or None if it is not. The caller must hold `changed`.
         """
         if number in self._offers:
             return self._latest

@@ -20,8 +20,8 @@ from paceline.train.diloco.exchanges import Tensors
 def averaged_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Returns the buffers that are averaged over the ranks: the floating-point buffers in the state_dict.
 
-    Other buffers are excluded, because each rank recomputes buffers outside the state_dict, and because a mean of
-    counters has no meaning.
+    Other buffers are excluded, because each rank recomputes buffers outside the state_dict, and because the mean of
+    counters is not meaningful.
     """
     return [buffer for buffer in _saved_buffers(module) if buffer.is_floating_point()]
 

@@ -1,4 +1,4 @@
-"""The agreement of a new view's members, computed from their statuses; every member computes the same result.
+"""The agreement among a new view's members, computed from their statuses; every member computes the same result.
 
 A *round* is one sum over all shards: the gradient of a step, or an evaluation. A member keeps the partial sums that it
 has computed in the current round, so that only the partial sums of a dead worker are computed again. A member commits a
@@ -7,7 +7,7 @@ committed the round merely lack the confirmation that all agreed. They are one r
 which they voted.
 
 After one member has begun a batch, another member may lose its connections and begin the same batch in a later view.
-That member must not assign the batch again. Members therefore exchange the latest batch that they have begun or
+This second member must not assign the batch again. Members therefore exchange the latest batch that they have begun or
 received, and adopt its assignment (`BatchAssignments`).
 
 The number of shards of each member is proportional to the member's speed, and changes only if the gain is large enough
@@ -103,8 +103,8 @@ _NEW = 0.2  # the weight of the latest measurement in a member's speed
 def even_counts(shards: int, ranks: int) -> list[int]:
     """Returns the number of shards per rank for equally fast ranks.
 
-    The first ranks receive the remainder. The last ranks receive it instead if the core could not add up the ranks'
-    sums otherwise (see `sum_over_ranks`), for example if a few ranks of a job with as many ranks as shards were lost.
+    The first ranks receive the remainder. The last ranks receive it instead if the core could not otherwise add up the
+    ranks' sums (see `sum_over_ranks`), for example if a few ranks were lost in a job with as many ranks as shards.
 
     >>> even_counts(8, 3), even_counts(4, 3)
     ([3, 3, 2], [1, 1, 2])

@@ -20,7 +20,7 @@ from paceline.train.elastic.protocol import ExitRequest, FromWorker, StateTransf
 FD_VARIABLE = "PACELINE_ELASTIC_FD"
 NAME_VARIABLE = "PACELINE_WORKER"
 _SAY_AFTER_S = 1.0  # minimum duration of a wait that is reported
-_REMEMBERED = 4  # number of views and of offers that are kept
+_REMEMBERED = 4  # number of views, and number of offers, that are kept
 
 T = TypeVar("T")
 

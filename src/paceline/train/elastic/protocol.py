@@ -94,7 +94,7 @@ class View(_WorkerMessage, frozen=True):
         members: The workers' names, by rank.
         is_planned: Whether the members enter the view at the beginning of a batch rather than immediately.
         must_wait: Whether the view has fewer workers than the job needs. If so, its members finish the batch in
-            progress but begin no other.
+            progress but do not begin another.
         store: The store for the members' rendezvous, in the format of PACELINE_STORE, or "" for the previous store.
         previous: The generation of the latest view that the coordinator had issued or taken over, or 0 if none.
     """
@@ -186,7 +186,7 @@ class LauncherAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The state of a job that every launcher stores, so that any launcher can take over as coordinator.
+    """The job state that every launcher stores, so that any launcher can take over as coordinator.
 
     All recorded facts remain true, so the copies of several launchers can be merged. A launcher that has recorded a
     worker's death also has all views that the worker received.

@@ -182,9 +182,9 @@ class TrainingState:
     def capture(self) -> dict[str, Any]:
         """Returns the state on the CPU.
 
-        Tensors in host memory are not copied, so training continues to change them. Exceptions are tensors in shared or
-        pinned memory, whose changes a forked child would see. Tensors on a device are copied to the CPU, because a
-        forked child must not use the device.
+        Tensors in host memory are not copied, so training continues to change them. Tensors in shared or pinned memory
+        are copied, because later changes to them would be visible in a forked child. Tensors on a device are copied to
+        the CPU, because a forked child must not use the device.
         """
         state = {
             "parameters": [param.detach() for param in self._module.parameters()],
@@ -331,7 +331,7 @@ def _with_tensors(stateful: Stateful, state: Any) -> Any:
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a nested state with all tensors in memory of which a forked child keeps the present values.
+    """Returns a nested state with all tensors in private host memory, whose current values a forked child keeps.
 
     Tensors that are already in such memory are not copied.
     """

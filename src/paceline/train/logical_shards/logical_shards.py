@@ -141,7 +141,7 @@ class LogicalShards:
     def sum_by(self, sums: Sums, on_batch: Callable[[], None]) -> None:
         """Delegates the sum over shards to `sums`, and makes loaders call `on_batch` before each batch."""
         self._sums, self._on_batch = sums, on_batch
-        self._checks.allow_differences()  # the members of an elastic job vote on their state
+        self._checks.allow_differences()  # the members in an elastic job vote on their state
 
     @property
     def _device(self) -> torch.device:

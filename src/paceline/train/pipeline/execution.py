@@ -1,4 +1,4 @@
-"""Execution: runs a rank's part of a program for one batch, which consists of stage computations and messages."""
+"""Execution: runs the stage computations and messages in a rank's part of a program, for one batch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Value = tuple[torch.Tensor, ...]
 class DelayedWeights(TorchFunctionMode):
     """A context in which linear layers defer their weight gradients.
 
-    A backward pass then first computes the gradients for which other stages wait. The backward pass of a linear layer
-    y = x W' + b computes the gradient of x immediately, and stores the operands for the gradients of W and b until
-    `finish`. The weight gradients of other layers are computed immediately, which is correct but defers less work. The
-    method follows the implementation of Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+    A backward pass then first computes the gradients that other stages are waiting for. The backward pass of a linear
+    layer y = x W' + b computes the gradient of x immediately, and stores the operands for the gradients of W and b
+    until `finish`. The weight gradients of other layers are computed immediately, which is correct but defers less
+    work. The method follows the implementation of Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
     """
 
     def __init__(self) -> None:

@@ -175,8 +175,7 @@ class Pipeline(nn.Module):
         data_parallel_group: the ranks that hold the same stages and train on different samples, such as
             `mesh.get_group("dp")`. Gradients are averaged over these ranks while other stages still compute.
         whole: the model to which the layers belong, needed if the model's names for the layers differ from those in
-            `layers`, such as `blocks.0` for layer 1. Checkpoints then use the names and the parameter order of this
-            model.
+            `layers`, such as `blocks.0` for layer 1. Checkpoints then use this model's names and parameter order.
 
     Raises:
         ValueError: the schedule does not support this combination of ranks, stages and micro-batches; there are too few
@@ -414,7 +413,7 @@ class UndividedModel:
     keys: frozenset[str]
 
     def key_of(self, key: str) -> str:
-        """Converts a key in the Pipeline's `state_dict` to the corresponding key of the whole model."""
+        """Converts a key in the Pipeline's `state_dict` to the corresponding key in the whole model."""
         layer, _, rest = key.partition(".")
         return _within(self.names[layer], rest)
 

@@ -421,7 +421,7 @@ def _run(program: PipelineProgram, blocks: bool) -> None:
 
 
 def _deliver(ranks: list[_Rank], arrived: set[StageMessage], blocks: bool) -> bool:
-    """Delivers messages that are sent and posted; if `blocks`, only messages at the head of both ranks' queues."""
+    """Delivers messages that were sent and posted; if `blocks`, only messages at the head of both ranks' queues."""
     before = len(arrived)
     for rank in ranks:
         for message in list(rank.sends)[: 1 if blocks else None]:
@@ -446,7 +446,7 @@ def _is_possible(step: Step, plan: PipelineSchedule, computed: set[Task], arrive
 
 
 def _before(task: Task, plan: PipelineSchedule) -> list[tuple[Task, ...]]:
-    """Returns a task's dependencies on the same rank. Of each tuple of tasks, at least one task must be complete."""
+    """Returns a task's dependencies on the same rank. At least one task in each tuple must be complete."""
     stage, micro_batch = task.stage, task.micro_batch
     if task.phase is PipelinePhase.WEIGHT:
         return [(Task(stage, micro_batch, PipelinePhase.INPUT),)]

@@ -48,7 +48,7 @@ def groups_by_host(group: ProcessGroup) -> HostGroups:
     """Creates the groups for each host; every rank in `group` must call this function.
 
     Raises:
-        ValueError: the group's engine does not use shared memory between the ranks of a host, or the hosts have
+        ValueError: the group's engine does not use shared memory between the ranks on a host, or the hosts have
             different numbers of ranks; raised on every rank.
     """
     ranks = host_ranks(group)

@@ -258,7 +258,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         return total.float()
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Returns a context in which every rank has a private copy of the parameters that it may modify.
+        """Returns a context in which every rank has a private copy of the parameters and may modify this copy.
 
         All ranks must enter the context. On exit, rank 0's parameters are copied to all ranks.
         """

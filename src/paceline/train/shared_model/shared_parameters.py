@@ -63,7 +63,7 @@ class SharedParameters:
 
     Args:
         group: the ranks on all hosts.
-        ranks: the ranks of this host.
+        ranks: the ranks on this host.
         module: the module that contains the parameters.
     """
 
@@ -178,7 +178,7 @@ class SharedParameters:
             param.data = tensor
 
     def _write(self, values: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> None:
-        """Copies this rank's part of the values to shared memory; the values are equal on all ranks of the host."""
+        """Copies this rank's part of the values to shared memory; the values are equal on all ranks on the host."""
         host_ranks = self._ranks.here
         part, parts = host_ranks.index(self._ranks.rank), len(host_ranks)
         for value, tensor in zip(values, shared, strict=True):

@@ -1,4 +1,4 @@
-"""SharedShards: the shards of a model that ranks share, and the rounds in which shards are averaged and updated.
+"""SharedShards: the shards of a shared model, and the rounds in which shards are averaged and updated.
 
 Parameters of one dtype are concatenated and divided into rounds, and each round is divided into one slice per rank. In
 a round, every rank reads the gradients for its slice from the other ranks and updates the slice immediately, while the

@@ -1,4 +1,4 @@
-"""Converts optimizer states between the format of the unsharded optimizer and that of one rank's part.
+"""Converts optimizer states between the unsharded optimizer's format and the format of one rank's part.
 
 The module also gathers the parts on one rank without pickle (numbers are sent as JSON, tensors as bytes), and loads
 states without rounding them.

@@ -1,9 +1,9 @@
 """Streams and events of any accelerator that PyTorch supports, through the device's own module (`torch.cuda`, ...).
 
-An engine runs the calls of a group on its own `AcceleratorStream`. `follow` makes this stream wait for the program's
-stream, `record` records an `AcceleratorEvent` after the work enqueued so far, and `AcceleratorEvent.order` makes the
-program's stream wait for that event. None of these methods blocks the thread. On the CPU they do nothing, because all
-work is complete as soon as the thread has performed it.
+An engine runs a group's calls on its own `AcceleratorStream`. `follow` makes this stream wait for the program's stream,
+`record` records an `AcceleratorEvent` after the work enqueued so far, and `AcceleratorEvent.order` makes the program's
+stream wait for that event. None of these methods blocks the thread. On the CPU they do nothing, because all work is
+complete as soon as the thread has performed it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AcceleratorEvent:
 
     Args:
         device: the stream's device, with its index.
-        event: the recorded event of the device's module, or None on the CPU.
+        event: the recorded event, an object of the device's module, or None on the CPU.
     """
 
     def __init__(self, device: torch.device, event: Any) -> None:
@@ -43,7 +43,7 @@ class AcceleratorEvent:
             return bool(self._event.query())
 
     def order(self, stream: Any = None) -> None:
-        """Makes the calling thread's current stream, but not the thread, wait for the position.
+        """Makes the calling thread's current stream wait for the position, without blocking the thread.
 
         Args:
             stream: the result of `current_stream` for the event's device, if the caller has already obtained it.

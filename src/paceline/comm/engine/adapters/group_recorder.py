@@ -4,11 +4,11 @@ A library reports neither the data that it sends nor the rank that arrived last.
 therefore the rank's contribution. They are counted as traffic within the host if the whole group is on one host, and as
 traffic between hosts otherwise.
 
-An operation on a device is recorded with times that the device measures and that are converted to the clock of the
-recording (see `RecordedWork.follow`). Two events on the device's streams enclose the operation. No thread blocks on
-these events: one thread in the process (`DeviceWatch`) polls them at intervals and converts the times of completed
-events. A `DeviceClock` for each device relates the device's time to the host's, using events on an otherwise idle
-stream, which complete immediately.
+An operation on a device is recorded with times measured by the device and converted to the recording's clock (see
+`RecordedWork.follow`). Two events on the device's streams enclose the operation. No thread blocks on these events: one
+thread in the process (`DeviceWatch`) polls them at intervals and converts the times of completed events. A
+`DeviceClock` for each device relates the device's time to the host's, using events on an otherwise idle stream, which
+complete immediately.
 """
 
 from __future__ import annotations

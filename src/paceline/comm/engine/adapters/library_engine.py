@@ -26,7 +26,7 @@ _MOST_NAMED = 4
 
 
 class MemberExit(Enum):
-    """The way in which a rank exited; the value is stored under the rank's key in the store."""
+    """The way a rank exited; the value is stored under the rank's key in the store."""
 
     DIED = "died"
     LEFT = "left"
@@ -69,7 +69,7 @@ def announce_leave(context: EngineContext) -> None:
 
 
 def exit_of(store: Store | None, member: RankIdentity) -> MemberExit | None:
-    """Returns the way in which a rank exited, or None if it is running or its state is unknown.
+    """Returns the way a rank exited, or None if it is running or its state is unknown.
 
     If there is no store, or the store has no entry for the rank, the rank counts as dead if its process has exited.
 
@@ -135,9 +135,9 @@ _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class _WaitChain:
-    """The ranks for which other ranks wait in any group, as published by the ranks whose calls have timed out.
+    """The ranks that other ranks are waiting for in any group, as published by ranks whose calls have timed out.
 
-    A rank publishes the ranks for which it waits only while it diagnoses its own timeout. Ranks that wait for each
+    A rank publishes the ranks that it is waiting for only while it diagnoses its own timeout. Ranks that wait for each
     other are therefore detected only if their calls time out at about the same time.
 
     Args:
@@ -156,7 +156,7 @@ class _WaitChain:
 
     @contextlib.contextmanager
     def published(self, awaited: Mapping[int, str]) -> Iterator[None]:
-        """Publishes the ranks for which this rank waits, if any, for the duration of the block.
+        """Publishes the ranks that this rank is waiting for, if any, for the duration of the block.
 
         Args:
             awaited: a mapping from each of these ranks to the key that the rank sets when it arrives, or to "".
@@ -168,7 +168,7 @@ class _WaitChain:
         try:
             yield
         finally:
-            self._set("")  # a deleted key would block a rank that is just reading it
+            self._set("")  # a deleted key would block a rank that is currently reading it
 
     def _set(self, entry: str) -> None:
         with contextlib.suppress(StoreError):
@@ -351,7 +351,7 @@ class GatheredMembers:
     Args:
         members: the members, in the order of their group ranks.
         group_rank: the group rank of this process.
-        hosts: the group ranks of each host.
+        hosts: the group ranks on each host.
         algorithm: the algorithm to force for every collective that it implements; None leaves the choice to the engine.
         diagnosis: the object that determines why a call failed.
     """
@@ -405,7 +405,7 @@ class LibraryEngine:
 
     @property
     def members(self) -> tuple[RankIdentity, ...]:
-        """The ranks of the default group and their processes."""
+        """The ranks in the default group and their processes."""
         return self._context.members
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class PythonExecutor:
     Args:
         transport: the engine's sends and receives.
         rank: the group rank of this process.
-        hosts: the group ranks of each host.
+        hosts: the group ranks on each host.
         algorithm: the algorithm to use for every operation that it implements. The default is the algorithm that is
             predicted to be the fastest.
     """
@@ -138,7 +138,7 @@ class PythonExecutor:
         self._schedule = functools.lru_cache(256)(self._build)
 
     def run(self, call: CollectiveCall, deadline_ns: int) -> None:
-        """Runs a call to completion; the call may be of any operation except a barrier.
+        """Runs a call to completion; the call may be any operation except a barrier.
 
         Raises:
             CallTimeout, LibraryError: as for `SerialChannel.perform`.

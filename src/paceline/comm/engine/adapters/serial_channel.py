@@ -1,4 +1,4 @@
-"""`SerialChannel`, the base class for channels of engines that only implement the execution of a single call.
+"""`SerialChannel`, the base class for the channels of engines that can only execute one call at a time.
 
 The channel runs a group's calls one at a time: synchronous calls on the caller's thread, and all other calls on its own
 thread. `WaitedMessage` supports libraries that report the completion of a message only to a waiting thread; it uses one

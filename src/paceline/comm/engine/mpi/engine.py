@@ -1,8 +1,8 @@
 """The mpi engine, which opens groups with the MPI library in processes started by mpirun.
 
-`perform_rendezvous` performs the rendezvous of these ranks, in which an MPI broadcast distributes the address of rank
-0's store. Collectives and messages operate directly on the tensors' memory. A message begins with its size and dtype,
-which the receiver checks.
+`perform_rendezvous` performs these ranks' rendezvous: an MPI broadcast distributes the address of rank 0's store.
+Collectives and messages operate directly on the tensors' memory. A message begins with its size and dtype, which the
+receiver checks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from paceline.errors import RendezvousTimeoutError
 
 
 class MpiMessages:
-    """Messages between the ranks of a group; see `engine.channel.Messages`.
+    """Messages between the ranks in a group; see `engine.channel.Messages`.
 
     Args:
         comm: a communicator for messages only.
@@ -171,7 +171,7 @@ class MpiChannel(SerialChannel):
         comm: the group's communicator.
         lock: the lock to hold during every MPI call.
         diagnosis: the object that determines why a call failed.
-        hosts: the group ranks of each host.
+        hosts: the group ranks on each host.
         algorithm: the algorithm to force for all collectives, which then run as schedules; None uses MPI's own
             collectives where possible.
     """

@@ -44,7 +44,7 @@ def dial(
     deadline: float,
     secret: bytes | None = None,
 ) -> Connection:
-    """Connects and proves this rank's identity; retries while the other end drops connections unread.
+    """Connects and proves this rank's identity; retries while the other end drops connections without reading them.
 
     The pause before each new attempt is twice as long as the previous one, but at most half of the remaining time.
 
@@ -128,11 +128,11 @@ class AcceptedConnections:
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of a job and their hosts.
+    """The ranks in a job and their hosts.
 
     Attributes:
         rank: this rank in the default group.
-        members: the ranks of the default group, in order.
+        members: the ranks in the default group, in order.
         hosts: the ranks on each host.
         nonce: a string that identifies this rendezvous, the same on all ranks.
     """

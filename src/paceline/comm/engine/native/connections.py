@@ -1,4 +1,4 @@
-"""TCP connections between ranks of a group on different hosts.
+"""TCP connections between ranks in the same group on different hosts.
 
 A rank listens on one address, and only while a group forms; it also connects from this address. Of two ranks, the one
 with the higher number connects to the other: once for control and messages, and once per data stream. In a job with a
@@ -87,8 +87,8 @@ def connect(
 
     Args:
         formation: the group's formation.
-        topology: the ranks of the job and their hosts.
-        ranks: the ranks of the group.
+        topology: the ranks in the job and their hosts.
+        ranks: the ranks in the group.
         number: the group's number, which is the same on all its members and new for each group.
         address: the address to listen on and to connect from.
         streams: the number of connections for data, in addition to the control connection.
@@ -154,7 +154,7 @@ class _Links:
 
     Attributes:
         own_end: this rank's end.
-        addresses: the hosts and ports at which the ranks on other hosts listen.
+        addresses: the addresses and ports on which the ranks on other hosts listen.
         lanes: the indices of the connections to each peer.
         closed: the addresses of machines that are known not to accept connections.
         found: the connections by peer and lane.

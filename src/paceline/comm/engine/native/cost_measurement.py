@@ -83,7 +83,7 @@ class Probe:
 
 
 def is_far(alpha_s: float) -> bool:
-    """Returns True if a link's latency is too high for measuring its bandwidth with long messages."""
+    """Returns True if a link's latency is too high to measure the link's bandwidth with long messages."""
     return alpha_s >= _FAR_S
 
 
@@ -305,7 +305,7 @@ def _measure_all(
 
 
 def _answer_all(formation: Formation, topology: Topology, links: Messages, deadline: float) -> None:
-    """Replies to the messages with which rank 0 and the first ranks of all hosts measure links."""
+    """Replies to the messages with which rank 0 and the first ranks on all hosts measure links."""
     if topology.rank in _partners(topology):
         answer(Probe(formation, topology, links, 0))
     if are_few(topology) and any(topology.rank == ranks[0] for ranks in topology.hosts):
@@ -313,7 +313,7 @@ def _answer_all(formation: Formation, topology: Topology, links: Messages, deadl
 
 
 def _partners(topology: Topology) -> list[int]:
-    """Returns the ranks to which rank 0 measures links: another rank on its host, if any, and one on the next host."""
+    """Returns the peers for rank 0's measurements: another rank on its host, if any, and a rank on the next host."""
     return [*topology.hosts[0][1:2], topology.hosts[1][0]]
 
 

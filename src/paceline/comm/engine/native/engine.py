@@ -1,8 +1,8 @@
 """The native engine, which uses shared memory within a host and TCP between hosts.
 
 Between hosts, `ScheduledChannel` runs each collective as a schedule, with the algorithm predicted to be the fastest.
-The core detects calls whose times differ greatly from the prediction (native/call/prediction_monitor.hpp), and these
-are logged once.
+The core detects calls whose times differ greatly from the prediction (native/call/prediction_monitor.hpp), and a
+message about them is logged once.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ _WHOLE = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.GATHER, Oper
 
 
 class ScheduledChannel(EngineChannel):
-    """Runs the calls of one group as schedules over the group's links.
+    """Runs one group's calls as schedules over the group's links.
 
     Args:
         links: the group's links; the native executor runs schedules over them.
         rank: the group rank of this process.
-        hosts: the group ranks of each host.
+        hosts: the group ranks on each host.
         model: the link costs; they must be equal on all ranks, since all ranks must choose the same algorithm.
         forced: the algorithm to use for every operation that it implements; None leaves the choice to `model`.
         network: the group's network, if its links are unequal. The algorithm for an all-reduce is then chosen by
@@ -200,7 +200,7 @@ class ScheduledChannel(EngineChannel):
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of a group on this host, connected by a mesh, and the memory that they share beyond a single call.
+    """A group's ranks on this host, connected by a mesh, and the memory that they share beyond a single call.
 
     Attributes:
         mesh: the mesh that connects the ranks.
@@ -238,7 +238,7 @@ class HostRanks:
         _core.withdraw_memory(self.mesh, number)
 
 
-# The size of a slot; each rank has four slots in each group. A part of a tensor of this size stays in the L2 cache.
+# The size of a slot; each rank has four slots in each group. Tensor parts of this size stay in the L2 cache.
 SLOT_BYTES = 128 << 10
 _DEFAULT_STREAMS = 1
 _MOST_NAMED = 8  # maximum number of ranks in an error message
@@ -326,12 +326,12 @@ class NativeEngine:
 
     @property
     def members(self) -> tuple[RankIdentity, ...]:
-        """The ranks of the default group and their processes."""
+        """The ranks in the default group and their processes."""
         return self._topology.members
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of the default group on each host."""
+        """The ranks in the default group on each host."""
         return self._topology.hosts
 
     def open_group(

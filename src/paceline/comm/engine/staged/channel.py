@@ -176,7 +176,7 @@ class StagedChannel(EngineChannel):
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Aborts current and later calls, including those of the other ranks if the inner channel supports it."""
+        """Aborts current and later calls, including those on the other ranks if the inner channel supports it."""
         self._break(CallFailure(OutcomeCode.ABORTED))
         self.inner.abort()
 
@@ -522,7 +522,7 @@ class StagedGroup:
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Aborts calls and messages, including those of the other ranks if the inner group supports it."""
+        """Aborts calls and messages, including those on the other ranks if the inner group supports it."""
         self.channel.abort()
         self.inner.abort()
         self.messages.close(CallFailure(OutcomeCode.ABORTED))
@@ -539,7 +539,7 @@ class StagedGroup:
 
 
 def announce_once(device: torch.device, backend: str, rank: int) -> None:
-    """Prints once per process, and only on rank 0, that tensors on the device are staged through host memory."""
+    """Prints a notice, once per process and only on rank 0, that device tensors are staged through host memory."""
     global _announced
     if _announced or rank != 0:
         return

@@ -86,7 +86,7 @@ class StagedLayout:
         return max((buffer.nbytes for buffer in (*self.inputs, *self.outputs)), default=0)
 
     def chunks_of(self, nbytes: int) -> int:
-        """Returns the number of chunks for a buffer of `nbytes` bytes, which is 1 for an empty buffer."""
+        """Returns the number of chunks for a buffer of `nbytes` bytes; an empty buffer has one chunk."""
         return max(1, -(-nbytes // self.part_nbytes))
 
     def parts(self, chunk: int) -> Iterator[tuple[StagedBuffer, int, int, int]]:
@@ -180,7 +180,7 @@ def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def copy_to_host(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Enqueues the copy of device memory to host memory.
+    """Enqueues a copy from device memory to host memory.
 
     Args:
         host: the host memory, as bytes.
@@ -193,7 +193,7 @@ def copy_to_host(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def copy_to_device(parts: Sequence[torch.Tensor], host: torch.Tensor) -> None:
-    """Enqueues the copy of host memory to device memory; the arguments are those of `copy_to_host`."""
+    """Enqueues a copy from host memory to device memory; the arguments are those of `copy_to_host`."""
     if len(parts) > _MANY:
         whole = torch.empty(host.numel(), dtype=torch.uint8, device=parts[0].device)
         whole.copy_(host, non_blocking=True)

@@ -36,7 +36,7 @@ class OutgoingDeviceMessage:
         copied: the event after the copy to host memory.
         host: the host memory, kept until the message is complete.
         start: a function that begins sending the host memory.
-        advance: a function that begins all sends of the group that are ready, in order.
+        advance: a function that begins, in order, all of the group's sends that are ready.
         rank: the group rank of this process.
         timeout_ns: the time that the copy, and then the message, may take, in nanoseconds.
         recorded: the message in the recording.

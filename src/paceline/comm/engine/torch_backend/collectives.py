@@ -22,7 +22,7 @@ from paceline.comm.engine.channel import DTYPES, CollectiveCall, DevicePieces, P
 from paceline.comm.schedule.steps import Operation
 
 TorchGroup: TypeAlias = Any
-"""A `torch.distributed.distributed_c10d.Backend`, which PyTorch's type stubs describe without its operations."""
+"""A `torch.distributed.distributed_c10d.Backend`, whose operations are missing from PyTorch's type stubs."""
 
 TorchWork: TypeAlias = Any
 """A `torch.distributed.Work`."""

@@ -47,7 +47,7 @@ ConstructGroup = Callable[[TorchStore, int, int], OwnedProcessGroup]
 """Constructs a process group from a store for its exclusive use, the rank, and the number of ranks."""
 
 StartCall = Callable[[TorchGroup], StartedCall]
-"""Starts a call of a process group on the current stream."""
+"""Starts a process-group call on the current stream."""
 
 _CLOSED = CallFailure(OutcomeCode.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
 # How long to wait for a call after a rank has exited. The call can still complete if the rank finished its part first.
@@ -124,7 +124,7 @@ class CallStream:
 
     Args:
         settings: the engine's settings.
-        device: the device that holds the tensors of the calls.
+        device: the device that holds the calls' tensors.
         store: a store for the exclusive use of this call stream.
         ranks: the ranks that the call stream connects.
         greet: a function that starts the first call, in which the library connects the ranks.
@@ -176,7 +176,7 @@ class CallStream:
                 the current stream.
 
         Raises:
-            RuntimeError: the current stream is being captured, and this is the first call of the group.
+            RuntimeError: the current stream is being captured, and this is the first call on the group.
             TypeError, ValueError: PyTorch rejects the arguments; raised on all ranks.
         """
         started = time.monotonic()

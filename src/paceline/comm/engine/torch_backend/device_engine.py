@@ -2,11 +2,11 @@
 
 The engine uses `nccl` for CUDA and ROCm, and process groups from PyTorch or an extension for other accelerators.
 
-NCCL does not support tags, and runs the calls of a process group in order, so two ranks that both send first would
-deadlock. Therefore each direction between two ranks uses a separate call stream. The first message opens the stream on
-a separate thread, because the other rank may be late; later messages are enqueued on the stream at once. Messages in
-one direction are received in the order in which they are sent, regardless of their tags. The two ranks compare the
-order of their tags through the store.
+NCCL does not support tags, and runs a process group's calls in order, so two ranks that both send first would deadlock.
+Therefore each direction between two ranks uses a separate call stream. The first message opens the stream on a separate
+thread, because the other rank may be late; later messages are enqueued on the stream at once. Messages in one direction
+are received in the order in which they are sent, regardless of their tags. The two ranks compare the order of their
+tags through the store.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 
 
 def connect_all(group: TorchGroup, device: torch.device) -> StartedCall:
-    """Starts a call that connects all ranks of a process group."""
+    """Starts a call that connects all ranks in a process group."""
     return StartedCall(group.allreduce([torch.zeros(1, device=device)], c10d.AllreduceOptions()))
 
 
@@ -70,7 +70,7 @@ def connect_pair(group: TorchGroup, device: torch.device, sends: bool) -> Starte
 
 
 class DeviceChannel(EngineChannel):
-    """Enqueues the calls of one group on a stream; see `engine.channel.EngineChannel`.
+    """Enqueues one group's calls on a stream; see `engine.channel.EngineChannel`.
 
     A call returns as soon as the library has accepted it, and the program's current stream waits for the results. The
     watch aborts calls that cannot complete, and the next call reports the failure.
@@ -216,7 +216,7 @@ class MessageLane:
         self._is_open = False
 
     def put(self, message: DeviceMessage, put: Callable[[AcceleratorEvent | None], DeviceWork]) -> None:
-        """Calls `put` to enqueue a message after the earlier ones; passes the event for which it waits, or None.
+        """Calls `put` to enqueue a message after the earlier ones; passes the event to wait for, or None, to `put`.
 
         Raises:
             RuntimeError: the lane is not open, and the current stream is being captured into a graph.
@@ -250,7 +250,7 @@ class MessageLane:
 
 
 class DeviceMessages:
-    """The messages between two ranks of a group; see `engine.channel.Messages`."""
+    """The messages between two ranks in a group; see `engine.channel.Messages`."""
 
     def __init__(self, rank: int, open_call_stream: OpenCallStream, watch: CallWatch, recorder: GroupRecorder) -> None:
         self._rank = rank
@@ -435,7 +435,7 @@ class DeviceEngine:
 
     @property
     def members(self) -> tuple[RankIdentity, ...]:
-        """The ranks of the default group and their processes."""
+        """The ranks in the default group and their processes."""
         return self._context.members
 
     def open_group(

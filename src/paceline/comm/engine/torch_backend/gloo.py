@@ -100,7 +100,7 @@ class GlooChannel(SerialChannel):
         store: the group's store, kept alive because the group does not hold a reference to it.
         diagnosis: the object that determines why a call failed.
         rank: the group rank of this process.
-        hosts: the group ranks of each host.
+        hosts: the group ranks on each host.
         algorithm: the algorithm to force for all collectives, which then run as schedules; None uses gloo's own
             collectives where possible.
     """

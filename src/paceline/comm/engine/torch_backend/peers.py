@@ -1,4 +1,4 @@
-"""The other ranks of a process group: their processes, their progress, and whether they are alive.
+"""The other ranks in a process group: their processes, their progress, and whether they are alive.
 
 `exchange_peers` exchanges processes and devices through the store before the library connects the ranks. `RankProgress`
 publishes each rank's latest calls in the store, so that a timeout error can list the missing ranks. `PeerWatch` polls
@@ -163,7 +163,7 @@ def exchange_peers(
 
     Args:
         store: a store for the exclusive use of this exchange.
-        members: the ranks of the communicator, in order.
+        members: the ranks in the communicator, in order.
         index: the index of this rank in `members`.
         mine: this rank's process and device.
         deadline: the value of `time.monotonic()` at which to give up.

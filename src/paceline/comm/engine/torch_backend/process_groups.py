@@ -46,9 +46,9 @@ _environment = threading.Lock()
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Sets what PyTorch reads when a group is constructed; the program's own groups are not affected.
+    """Sets the variables and debug level that PyTorch reads when it constructs a group; restores them on exit.
 
-    The debug level counts as well, because TORCH_DISTRIBUTED_DEBUG=DETAIL implies TORCH_NCCL_DESYNC_DEBUG.
+    The debug level matters because TORCH_DISTRIBUTED_DEBUG=DETAIL implies TORCH_NCCL_DESYNC_DEBUG.
     """
     with _environment:
         before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
@@ -129,8 +129,9 @@ class OwnedProcessGroup:
         store: the group's store, kept alive because the group does not hold a reference to it.
 
     Attributes:
-        device: the device of the group's tensors. The threads that end the group make it current, because NCCL returns
-            to a thread's device when it has released a communicator, and thereby creates a context on that device.
+        device: the device of the group's tensors. The threads that end the group make this device current, because NCCL
+            restores a thread's current device after it has released a communicator, and thereby creates a context on
+            that device.
     """
 
     def __init__(self, group: Any, store: c10d.Store) -> None:

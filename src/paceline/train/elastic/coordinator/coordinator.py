@@ -32,7 +32,7 @@ Workers follow these rules:
 - A worker that waits between two batches does not report broken connections, because others may already have entered
   the planned view.
 - No member continues in a view before all members of the view have the state.
-- In a view that must wait, all members finish a batch that any of them has begun, and begin no other.
+- In a view that must wait, all members finish a batch that any of them has begun, and do not begin another.
 - A worker that receives a view of which it is not a member has lost its state, and exits or requests to join again. If
   it was asked to exit, it exits with code 0, at the agreed batch if the view is planned and the worker's connections
   work, and immediately otherwise.
@@ -168,7 +168,7 @@ class Coordinator:
 
         If the machine followed a coordinator with a later term, that coordinator may have issued views in which rounds
         were committed. This coordinator then issues no more orders and resigns, so that the launchers elect a
-        coordinator which requires a quorum of these views too.
+        coordinator that also requires a quorum of these views.
         """
         machine, known = str(report.number), report.knowledge
         if known.term > self._job.views.term and self._job.over is None:

@@ -1,4 +1,4 @@
-"""The coordinator's records of the machines and workers of an elastic job."""
+"""The coordinator's records of the machines and workers in an elastic job."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class WorkerRecord:
 
 @dataclass
 class WorkerRegistry:
-    """All machines and workers of the job, including those that have exited."""
+    """All machines and workers in the job, including those that have exited."""
 
     machines: dict[str, MachineRecord] = field(default_factory=dict)
     workers: dict[str, WorkerRecord] = field(default_factory=dict)

@@ -28,7 +28,7 @@ class StateDivergedError(Exception):
 
 
 class StateDivergence:
-    """Compares the steps that a receiver has repeated since the snapshot with the history of the members.
+    """Compares the steps that a receiver has repeated since the snapshot with the members' history.
 
     A member may be lost after it has committed a round but before any other member has. The other members may then
     commit a different result. Each step therefore contains the digest of the result that preceded it, and each round

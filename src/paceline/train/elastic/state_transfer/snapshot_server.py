@@ -116,7 +116,7 @@ class LogReader:
         Args:
             round_: The number of the round.
             generation: The latest `ViewEntered` generation that the receiver has.
-            steps: The number of optimizer steps of this round that the receiver has.
+            steps: The number of this round's optimizer steps that the receiver has.
         """
         self._read()
         for entry in self._entries:

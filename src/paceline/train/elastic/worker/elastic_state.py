@@ -146,7 +146,7 @@ class ElasticState:
     """Continues a training run while workers fail, leave and join.
 
     The loop uses either `LogicalShards` with `ShardLoader`, or `DistributedDataParallel` with `StatefulLoader` (see
-    below). When a worker dies in the middle of a step, the others compute its shards of that step and continue without
+    below). When a worker dies in the middle of a step, the others compute its shards for that step and continue without
     a restart. A worker that joins late runs the script from the start, receives the state in `epochs`, and participates
     starting with the next step. A step depends on the number of shards but not on the number of workers. The results
     are therefore bitwise equal to those of one uninterrupted process.

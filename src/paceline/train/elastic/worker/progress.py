@@ -29,7 +29,7 @@ class PartialSums:
     """The partial sums that a member has computed and keeps until their round is committed.
 
     Attributes:
-        held: The sums by tree node, in host memory, from which they are sent.
+        held: The sums by tree node. They are in host memory, because they are sent from there.
         shard_ns: This worker's time per shard in nanoseconds, or 0 before it has computed any shard.
         audited: The digest of the shard audited in this round, or 0 if this worker did not compute the shard.
     """

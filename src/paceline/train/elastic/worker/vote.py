@@ -61,7 +61,7 @@ def suspects(audit: Audit, digests: Sequence[int]) -> tuple[int, ...]:
 
 
 class DivergenceError(PacelineError):
-    """Members of an elastic job hold different results or states, and no majority shows which of them are correct.
+    """Members in an elastic job hold different results or states, and no majority shows which of them are correct.
 
     Attributes:
         round: The round in which the difference was detected.

@@ -99,7 +99,7 @@ class WorkerMembership:
         self.retry_until_view_holds(self.enter_next_view)
 
     def retry_until_view_holds(self, attempt: Callable[[], T]) -> T:
-        """Calls `attempt`, again in each new view, until a call completes without the loss of a member."""
+        """Calls `attempt`, and repeats it in each new view until a call completes without the loss of a member."""
         while True:
             try:
                 return attempt()
@@ -150,7 +150,7 @@ class WorkerMembership:
             self._enter_with_others(view)
 
     def watch(self, dealt: BatchAssignment) -> None:
-        """Presents this process to the script as one more rank beyond those of a batch, while it catches up."""
+        """Presents this process to the script as an extra rank, beyond the batch's own ranks, while it catches up."""
         self._view_groups.watch_only(len(dealt.members))
 
     def ready_until(self) -> int:
