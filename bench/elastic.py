@@ -54,7 +54,7 @@ CASES: dict[str, Callable[[Options], tuple[str, Rows]]] = {
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that started processes are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the exit stops all started processes
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES))
     arguments.add_argument("--kills", type=int, default=200, help="in `death`; a tenth of it in each row of the others")

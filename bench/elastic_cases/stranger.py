@@ -1,4 +1,4 @@
-"""Measures how much slower a job is beside an unrelated process that uses a share of a core."""
+"""Measures how much an unrelated process that uses a share of a core slows down a job."""
 
 from __future__ import annotations
 

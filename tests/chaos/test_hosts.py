@@ -18,8 +18,8 @@ from launching import wait_until
 import paceline as dist
 
 TIMEOUT_S = 3
-PATIENT_S = 60  # the timeout where nothing is to time out
-SILENCE_S = 9  # until a host that vanished is given up, whatever the timeout
+PATIENT_S = 60  # the timeout if no call is expected to time out
+SILENCE_S = 9  # until a host that vanished is considered lost, whatever the timeout
 BUSY_S = 20  # upper bound on a busy machine
 PAIR = [0, 3]
 EVENTS = ("kill", "stop", "cut", "kill two", "kill and stop", "a short stop", "a short cut")
@@ -38,7 +38,7 @@ def ours() -> set[str]:
     """Returns the threads and shared memory that belong to Paceline."""
     names = set()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it ended just now
+        with contextlib.suppress(OSError):  # the thread has just exited
             names.add((task / "comm").read_text().strip())
     maps = Path("/proc/self/maps").read_text()
     return {name for name in names if name.startswith("paceline")} | ({"memory"} if "memfd:paceline" in maps else set())

@@ -58,7 +58,7 @@ def test_a_guard_is_killed_before_the_launcher(start):
 
 
 def _command(pid: int) -> bytes:
-    with contextlib.suppress(OSError):  # it has ended meanwhile
+    with contextlib.suppress(OSError):  # the process has exited in the meantime
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
 
@@ -70,7 +70,7 @@ def test_workers_that_ignore_a_signal_are_killed_after_a_while(start):
     for job, number in zip(jobs, numbers, strict=True):
         job.process.send_signal(number)
     for job in jobs:
-        assert job.process.wait(20) == 1  # long before the 30 s that workers have without the flag
+        assert job.process.wait(20) == 1  # well under the 30 s that workers are given without the flag
         assert time.monotonic() - begun_s > 0.4
         job.expect_nothing_left()
 
@@ -102,7 +102,7 @@ def test_the_shell_of_a_terminal_is_killed(tmp_path):
 
     def take_terminal() -> None:
         os.setsid()
-        os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first one that a session's leader opens becomes its own
+        os.close(os.open(os.ttyname(0), os.O_RDWR))  # becomes the session's controlling terminal
 
     shell = subprocess.Popen(
         ["sh", "-c", f"{words}; true"], stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal,

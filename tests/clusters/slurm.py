@@ -25,7 +25,7 @@ from launching import ENVIRONMENT, kill, processes_with, wait_until
 from clusters.programs import SYSTEM
 
 _PATH = f"{Path(sys.executable).parent}:{SYSTEM}"
-_CORES = 4  # of each node, whatever the machine has
+_CORES = 4  # per node, regardless of the machine
 # /etc/hosts is replaced by the cluster's, so that the names of the nodes can be resolved as on a real cluster.
 _INSIDE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"']
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel on devices: the same results as on the CPU, without host waits, in few calls."""
+"""DistributedDataParallel on devices: the same results as on the CPU, with few calls and no waits on the host."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def threads_that_poll_a_device_have_made_it_current():
 
 
 def groups_are_ended_on_their_device():
-    """NCCL creates a context on the device to which a thread returns when it has released a communicator."""
+    """After a thread has released a communicator, NCCL creates a context on the thread's current device."""
     seen: dict[str, int] = {}
     with pytest.MonkeyPatch.context() as patch:
         for name in ("shutdown", "abort"):
@@ -141,7 +141,7 @@ def a_late_rank_is_named_and_the_device_goes_on():
     if dist.get_rank() == 0:
         started = time.monotonic()
         dist.all_reduce(ones(), group=group)  # returns at once
-        torch.fake.synchronize(DEVICE)  # until the call is aborted
+        torch.fake.synchronize(DEVICE)  # waits until the call is aborted
         assert time.monotonic() - started > 0.9
         with pytest.raises(dist.CollectiveTimeoutError, match=r"rank 1 .*did not reach the call"):
             dist.all_reduce(ones(), group=group)

@@ -123,7 +123,7 @@ def times_are_those_of_the_host() -> None:
 
 
 def both_ranks(directory: str) -> None:
-    os.environ[DIRECTORY_VARIABLE] = directory  # others' processes would crowd ours out of the common one
+    os.environ[DIRECTORY_VARIABLE] = directory  # in the shared one, other processes would displace ours
     fake_device.load()
     torch.set_num_threads(1)
     dist.init_process_group("paceline")

@@ -37,7 +37,7 @@ class Record:
 
 def on_a_device() -> str:
     fake_device.load()
-    torch.ones(1, device="fake")  # a child of this process could not use the device from now on
+    torch.ones(1, device="fake")  # from now on, a child of this process cannot use the device
     return f"fake:{int(os.environ['PACELINE_WORKER'].split('.')[1]) % 2}"
 
 

@@ -200,7 +200,7 @@ def checkpoints() -> None:
         with dist.CheckpointManager(str(folder / "many"), every=1) as manager:
             manager.save(1, saved)
             expected = [each.detach().cpu() for each in saved["model"].parameters()]
-            trained(module, saved["optimizer"], "fake:0")  # while the checkpoint is written
+            trained(module, saved["optimizer"], "fake:0")  # while the checkpoint is being written
             manager.save(2, saved)
             latest = [each.detach().cpu() for each in saved["model"].parameters()]
         loaded = state(2)

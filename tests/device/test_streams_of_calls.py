@@ -149,7 +149,7 @@ def the_stream_of_a_call_is_behind_it_even_if_another_thread_drops_the_work():
         dropping = threading.Thread(target=works.clear)
         dropping.start()
         dropping.join()
-        copied = tensor * 1  # in place of another tensor that would receive the memory
+        copied = tensor * 1  # stands for any tensor that might reuse the memory
     assert not side.query()
     call.gate.set()
     torch.fake.synchronize(DEVICE)
@@ -288,7 +288,7 @@ def a_checkpoint_has_what_a_side_stream_wrote_before_it(path: str):
                 if not asynchronous:
                     gate.set()
                 handle = dist.save({"model": module}, directory, asynchronous=asynchronous)
-                module.weight.mul_(100)  # the next step, which must not be in the checkpoint
+                module.weight.mul_(100)  # the next step, which must not affect the checkpoint
                 module.bias.mul_(100)
                 assert handle is None or not (handle.done() or side.query()), "saving has waited for no device"
             if handle is not None:
@@ -305,7 +305,7 @@ def the_generators_of_all_devices_are_saved():
     drawn = [torch.rand(4, device=f"fake:{index}").tolist() for index in range(2)]
     state.load_state_dict(saved)
     assert [torch.rand(4, device=f"fake:{index}").tolist() for index in range(2)] == drawn
-    torch.fake.set_device(0)  # of a rank that has the other device
+    torch.fake.set_device(0)  # as on a rank that uses the other device
     state.load_state_dict(saved)
     assert [torch.rand(4, device=f"fake:{index}").tolist() for index in (1, 0)] == drawn
     state.load_state_dict({**saved, "fake": saved["fake"][0]})  # as earlier releases saved it

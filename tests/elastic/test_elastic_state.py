@@ -212,8 +212,8 @@ def test_a_rank_without_backward_is_told_to_skip() -> None:
     "failpoints",
     [
         "0.1.0:round.computed@2=kill",  # in the middle of the stream
-        "0.2.0:mean.weighed@4=kill",  # in its last step
-        "0.1.0:round.computed@2=kill,0.2.0:batch.dealt@5=kill",  # where samples are repeated
+        "0.2.0:mean.weighed@4=kill",  # in the last step of the stream
+        "0.1.0:round.computed@2=kill,0.2.0:batch.dealt@5=kill",  # while samples are repeated
     ],
 )
 def test_each_sample_of_a_stream_counts_once(failpoints: str) -> None:

@@ -16,7 +16,7 @@ EPOCHS = 8
 BALLAST_MIB = 9  # three chunks
 DONORS = ("0.0.0", "0.2.0")
 RECEIVER = "0.1.1"
-DEATH = "0.1.0:round.computed@2=kill"  # of the worker that the receiver replaces
+DEATH = "0.1.0:round.computed@2=kill"  # death of the worker that the receiver replaces
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_a_learner_catches_up_and_takes_part(undisturbed: str) -> None:
     assert entered.round > first.round, "the others have gone on meanwhile"
 
 
-# In the suite one of the donors, in turn.
+# The suite uses one donor for each failpoint, in turn.
 DONOR_POINTS = [
     pytest.param(point, donor, marks=[pytest.mark.soak] if (at + number) % 2 else [])
     for at, point in enumerate([*POINTS_OF_SENDERS, *POINTS_OF_CHILDREN])

@@ -16,7 +16,7 @@ from paceline.train.elastic.protocol import CaughtUp, TransferReady, ViewInstall
 
 EPOCHS = 8
 RECEIVER = "0.1.1"
-DEATH = "0.1.0:round.computed@2=kill"  # of the worker that the receiver replaces
+DEATH = "0.1.0:round.computed@2=kill"  # death of the worker that the receiver replaces
 
 
 def run(*failpoints: str, workers: int = 3, **options: object) -> Outcome:
@@ -100,7 +100,7 @@ def test_one_that_is_left_out_goes_on_following(point: str) -> None:
 def test_steps_that_cannot_be_followed_are_noticed(meddles: str) -> None:
     outcome = run(meddles=meddles)
     require_whole(outcome)
-    if meddles == "closure":  # otherwise it may be noticed only when it enters the view
+    if meddles == "closure":  # otherwise, this may only be detected when the receiver enters the view
         assert gave_up_learning(outcome)
     assert set(outcome.results) == {"0.0.0", "0.2.0", RECEIVER}
     assert said(outcome, ViewInstalled, RECEIVER), "it was given the whole state"

@@ -71,5 +71,5 @@ def groups_wait_for_each_other(group: dist.ProcessGroup) -> None:
 
 
 PROGRAMS = [a_rank_stays_away, nobody_sends, groups_wait_for_each_other, the_ranks_abort]
-# Only of engines that compare the ranks' calls.
+# Only for engines that compare the ranks' calls.
 COMPARING = [different_calls]

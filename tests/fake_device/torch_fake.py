@@ -205,7 +205,7 @@ def is_bf16_supported() -> bool:
 
 
 def empty_cache() -> None:
-    """Does nothing, because tests are to observe the reuse of cached memory."""
+    """Does nothing, so that tests can observe the reuse of cached memory."""
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -219,7 +219,7 @@ max_memory_allocated = memory_reserved = memory_allocated
 
 
 def counters() -> dict[str, int]:
-    """Returns the numbers of operations since the process started, by kind.
+    """Returns the number of operations of each kind since the process started.
 
     The kinds are kernels, copies, synchronizations (in which a GPU's host would also wait), allocations, events, and
     `waiting_kernels`, for which the host waits only because this device is simple.
@@ -229,7 +229,7 @@ def counters() -> dict[str, int]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Yields a dictionary that is filled at the end with the counts of the operations in the context."""
+    """Yields a dictionary. On exit, it receives the counts of the operations that ran in the context."""
     before = counters()
     counts: dict[str, int] = {}
     yield counts

@@ -68,7 +68,7 @@ def stay_away() -> str | None:
     if rank == 0:
         tensor = torch.ones(3, device="cuda")
         dist.all_reduce(tensor)
-        torch.cuda.synchronize()  # until the engine has ended the call
+        torch.cuda.synchronize()  # waits until the engine has terminated the call
         with pytest.raises(dist.CollectiveTimeoutError) as caught:
             dist.all_reduce(tensor)
         dist.barrier()
@@ -106,7 +106,7 @@ def train_on_gpus() -> None:
     for step in range(5):
         inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float32)
         optimizer.zero_grad()
-        model(inputs.bfloat16()).float().square().mean().backward()  # device_ids moves them
+        model(inputs.bfloat16()).float().square().mean().backward()  # device_ids moves the inputs
         optimizer.step()
     parameters = torch.cat([parameter.detach().float().flatten() for parameter in model.parameters()])
     everyones = [torch.empty_like(parameters) for _ in range(size)]

@@ -28,7 +28,7 @@ _CYCLES = 300_000_000  # some 200 ms
 
 def each_stream_that_waits_is_behind_the_call() -> None:
     streams = (torch.cuda.current_stream(), torch.cuda.Stream())
-    for is_first in (True, False):  # the host waits where CUDA loads a kernel at its first launch
+    for is_first in (True, False):  # the host waits while CUDA loads a kernel for its first launch
         tensor, seen = torch.ones(1 << 16, device="cuda"), []
         torch.cuda._sleep(_CYCLES)
         tensor.mul_(2)
@@ -69,7 +69,7 @@ def a_checkpoint_has_what_a_side_stream_wrote_before_it() -> None:
     module, side = torch.nn.Linear(256, 256, device="cuda"), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     directory = tempfile.mkdtemp()
-    for _ in range(2):  # the memory for copies is pinned by the first
+    for _ in range(2):  # the first save pins the memory for copies
         with torch.cuda.stream(side), torch.no_grad():
             module.weight.fill_(1)
             torch.cuda._sleep(_CYCLES)

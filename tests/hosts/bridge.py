@@ -27,7 +27,7 @@ _TUNSETOFFLOAD = 0x400454D0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6 = 1, 2, 4
 _LARGEST = VNET_HEADER + 14 + (1 << 16)
-_AT_A_TIME = 64  # frames from one device, before the others are looked at
+_AT_A_TIME = 64  # frames read from one device before the other devices are checked
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Bridge:
 
 
 def _carry(control: Connection, ports: Sequence[Port], conditions: Conditions) -> None:
-    os.setsid()  # a Ctrl-C in the terminal is not for the bridge
+    os.setsid()  # a Ctrl-C in the terminal must not reach the bridge
     die_with_parent(os.getppid())
     try:
         taps = [_tap(port) for port in ports]
@@ -109,7 +109,7 @@ def _turn(control: Connection, taps: list[int], wire: Wire) -> None:
         else:
             _read(ready, taps.index(ready), wire)
     for port, frame in wire.arrived(time.monotonic()):
-        with suppress(OSError):  # the device is down or full: what real ones do then is drop it, too
+        with suppress(OSError):  # a device that is down or full drops frames, like a real one
             os.write(taps[port], frame)
 
 

@@ -76,7 +76,7 @@ class Namespace:
 
 def _make() -> TextIO:
     _checked(_libc.unshare(_CLONE_NEWNET))
-    for scope in ("all", "default"):  # an IPv6 address is usable at once, not after a second of looking for duplicates
+    for scope in ("all", "default"):  # without duplicate detection, which delays IPv6 by a second
         dad = Path(f"/proc/sys/net/ipv6/conf/{scope}/accept_dad")
         if dad.exists():
             dad.write_text("0")

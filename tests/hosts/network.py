@@ -164,7 +164,7 @@ def _interface(host: int, network: int, hosts: int, mtu: int) -> list[str]:
     return lines
 
 
-_LONGEST_SEGMENT = 1 << 16  # bytes that TCP hands down at once
+_LONGEST_SEGMENT = 1 << 16  # the most bytes that TCP passes down at once
 
 
 def _bytes_per_s(rate: str) -> float:

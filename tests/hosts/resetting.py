@@ -15,7 +15,7 @@ def reset_connections(pid: int) -> None:
     pidfd = os.pidfd_open(pid)
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # closed in the meantime
                 if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
                     _reset(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, int(name), 0))
     finally:
@@ -24,6 +24,6 @@ def reset_connections(pid: int) -> None:
 
 def _reset(fd: int) -> None:
     with socket.socket(fileno=fd) as connection:
-        connection.getpeername()  # raises an OSError for one that listens
+        connection.getpeername()  # raises an OSError for a listening socket
         if connection.family == socket.AF_INET and connection.getsockname()[0] != connection.getpeername()[0]:
-            ctypes.CDLL(None).connect(fd, bytes(16), 16)  # to the family AF_UNSPEC: the kernel resets the connection
+            ctypes.CDLL(None).connect(fd, bytes(16), 16)  # with the family AF_UNSPEC, the kernel resets the connection

@@ -30,7 +30,7 @@ def connect(address: str, port: int, timeout_s: float = 60) -> socket.socket:
     while True:
         try:
             return socket.create_connection((address, port), timeout_s)
-        except ConnectionRefusedError:  # the other rank does not listen yet
+        except ConnectionRefusedError:  # the other rank is not listening yet
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)

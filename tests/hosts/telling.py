@@ -10,7 +10,7 @@ import torch
 
 import paceline as dist
 
-SOON_S = 20.0  # far above what word of a failure takes on a busy machine, far below the timeouts of the calls
+SOON_S = 20.0  # much longer than a failure report takes on a busy machine, much shorter than the calls' timeouts
 
 
 def told_by(call: Callable[[], object]) -> tuple[str, str, float]:

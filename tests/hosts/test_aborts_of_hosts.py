@@ -21,10 +21,10 @@ def abort_while_all_wait(how: str) -> str:
     started = time.monotonic()
     with pytest.raises(dist.GroupAbortedError) as caught:
         if rank() != 3:
-            dist.barrier()  # a rank that leaves it late may already raise the error there
+            dist.barrier()  # a rank that is slow to leave it may already raise the error here
         if how == "message":
             dist.recv(torch.empty(1), (rank() + 1) % 4)
-        elif rank() != 0:  # the missing ranks
+        elif rank() != 0:  # the message is from the missing ranks
             dist.all_reduce(torch.ones(100_000))
         else:
             dist.recv(torch.empty(1), 1)

@@ -21,7 +21,7 @@ def stay_away(directory: str) -> list[tuple[str, str, float]]:
     for number, call in enumerate([*CALLS.values(), None]):
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
-        for _ in range(5):  # too quick for anybody to tell the others what it waits in
+        for _ in range(5):  # too fast for a rank to report the call in which it waits
             dist.all_reduce(torch.ones(3), group=group)
         if call is not None:
             group.set_timeout(timedelta(seconds=0.5))
@@ -98,7 +98,7 @@ def be_stopped_inside(directory: str) -> tuple[str, str, float]:
 def test_a_rank_stopped_inside_its_call_is_named_by_all(hosts, tmp_path):
     with hosts(2, 2).start(be_stopped_inside, str(tmp_path)) as run:
         await_word(str(tmp_path), "called 3")
-        wait_until(lambda: sleep_for_a_while(run.pids[3]))  # it has reported the call in which it waits
+        wait_until(lambda: sleep_for_a_while(run.pids[3]))  # rank 3 has reported the call in which it waits
         run.kill(3, signal.SIGSTOP)
         say(str(tmp_path), "stopped")
         told = run.join(60, expect_dead={3})

@@ -65,7 +65,7 @@ def datagrams_that_arrive(number: int) -> int:
             return 0
         datagrams.bind(master())
         connection.sendall(b"x")
-        receive(connection, 1)  # by TCP, so that every datagram was there before
+        receive(connection, 1)  # over TCP and sent last, so all datagrams have arrived before it
         datagrams.setblocking(False)
         arrived = 0
         while True:

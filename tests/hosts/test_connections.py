@@ -20,19 +20,19 @@ from world import reserved_port
 import paceline as dist
 from hosts.talking import await_word, rank, say
 
-_SETTLED_S = 30.0  # for threads that are asked to exit
+_SETTLED_S = 30.0  # time for threads to exit after they have been asked to
 
 
 def held() -> Counter[str]:
     """Returns this process's threads, descriptors and shared memory, by kind."""
     found: Counter[str] = Counter()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has exited in the meantime
             found["thread " + (task / "comm").read_text().strip()] += 1
     for name in os.listdir("/proc/self/fd"):
         try:
             found["descriptor " + os.readlink(f"/proc/self/fd/{name}").split(":[")[0]] += 1
-        except FileNotFoundError:  # that of the listing itself
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:" in line:
@@ -159,7 +159,7 @@ def fail_on_one_rank(how: str, directory: str) -> Counter[str]:
     group = _init(60)
     _use(group)
     group.set_timeout(timedelta(seconds=2))
-    say(directory, f"ready {rank()}")  # a failure ends for all what is still under way
+    say(directory, f"ready {rank()}")  # a failure on one rank ends the pending calls of all ranks
     await_word(directory, *(f"ready {each}" for each in range(dist.get_world_size())))
     try:
         FAILURES[how](directory)

@@ -39,7 +39,7 @@ def test_a_job_of_one_machine_listens_on_no_network(script, tmp_path):
     try:
         wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
         found = listening_sockets_of(processes_with(mark))
-        assert {each.kind for each in found} == {"unix"}  # the store, and the ranks for each other
+        assert {each.kind for each in found} == {"unix"}  # the store's socket, and those of the ranks
         for listener in found:
             assert len(try_each_way(listener)) == len(ATTEMPTS)
         doctor = [*command()[:-1], "doctor", "--security"]
@@ -72,7 +72,7 @@ def test_a_job_of_two_machines_refuses_strangers(level):
         found = listening_sockets_of(processes_in(here.directory))
         tcp = {each for each in found if each.kind != "unix"}
         assert {each.kind for each in tcp} == {"tcp"}
-        assert {each.address for each in tcp} == {ipv4(0)}  # the rendezvous and rank 0's store; nothing on a wildcard
+        assert {each.address for each in tcp} == {ipv4(0)}  # the rendezvous and rank 0's store; no wildcard address
         assert ListeningSocket("tcp", ipv4(0), 29400) in tcp and len(tcp) == 2
         for listener in tcp:
             ways = here.network.inside[1].run(try_each_way, listener)

@@ -101,7 +101,7 @@ def end_while_the_other_waits(how: str) -> tuple[str, str, float]:
         return "", "", 0.0
 
     def call() -> None:
-        dist.barrier()  # which the other may leave before this one
+        dist.barrier()  # the other rank may leave the barrier first
         while True:
             dist.all_reduce(torch.ones(1_000_000))
 

@@ -22,7 +22,7 @@ def leave_because_of_another(end: str, directory: str) -> tuple[int, str] | None
     dist.barrier()
     say(directory, f"{rank()} is ready")
     if rank() == _VICTIM:
-        await_word(directory, *(f"{each} is ready" for each in range(4)))  # all have left the barrier
+        await_word(directory, *(f"{each} is ready" for each in range(4)))  # all ranks have left the barrier
         if end == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         dist.destroy_process_group()

@@ -42,7 +42,7 @@ def use_two_groups() -> None:
     for tensor, group, work in works:
         wait_for(work)
         assert (tensor == group.size()).all()
-    # A group that breaks leaves the others alone.
+    # A broken group does not affect the other groups.
     if rank() in (0, 3):
         count = 5 if rank() == 0 else 6
         assert told_by(lambda: dist.all_reduce(torch.ones(count), group=second))[0] == "CollectiveMismatchError"

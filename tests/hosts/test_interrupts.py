@@ -52,7 +52,7 @@ def test_an_interrupted_forming_is_told(hosts, tmp_path):
 def test_an_interrupted_collective_is_told(hosts, tmp_path):
     with hosts(2, 1).start(reduce_until_interrupted, str(tmp_path)) as world:
         await_word(str(tmp_path), "0", "1")
-        wait_until(lambda: sleep_for_a_while(world.pids[0]))  # in its call, so that the others are told of that
+        wait_until(lambda: sleep_for_a_while(world.pids[0]))  # rank 0 waits in its call and has reported this
         world.kill(0, signal.SIGINT)
         told = world.join(50)
     assert told[0].startswith("KeyboardInterrupt")

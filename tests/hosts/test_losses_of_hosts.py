@@ -65,7 +65,7 @@ def test_a_host_that_vanishes_is_noticed(hosts, fn, tmp_path):
         await_word(str(tmp_path), "0", "1", "2")
         time.sleep(0.3)
         run.cut_host(2)
-        told = run.join(80)  # below the timeout
+        told = run.join(80)  # shorter than the timeout
     for number, (error, message, _) in enumerate(told):
         assert error == "PeerLostError", message
         lost = "rank 2 (h2, pid " if number != 2 else "rank "
@@ -119,7 +119,7 @@ def leave_early() -> list[tuple[str, tuple[str, str, float]]]:
         dist.barrier(group)
         if rank() == 1:
             time.sleep(0.1)
-            dist.destroy_process_group(group)  # and lives on
+            dist.destroy_process_group(group)  # but does not exit
         else:
             told.append((name, told_by(lambda call=call, group=group: call(group))))
         dist.barrier()
@@ -141,12 +141,12 @@ def die_and_leave_a_child() -> tuple[str, str, float]:
     dist.init_process_group()
     dist.all_reduce(torch.ones(1), async_op=True).wait()
     if rank() == 1:
-        if os.fork() == 0:  # as the workers of a DataLoader are made
+        if os.fork() == 0:  # as a DataLoader creates its workers
             time.sleep(60)
             os._exit(0)
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
-    return told_by(lambda: [dist.barrier(), dist.all_reduce(torch.ones(100_000))])  # it may leave before the others
+    return told_by(lambda: [dist.barrier(), dist.all_reduce(torch.ones(100_000))])  # rank 1 may leave the barrier first
 
 
 def test_a_child_that_outlives_a_rank_does_not_hide_its_death(hosts):

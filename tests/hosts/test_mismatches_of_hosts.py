@@ -64,9 +64,9 @@ def make_calls_that_do_not_match() -> list[tuple[str, str, float]]:
                 dist.barrier(group)
 
             told.append(told_by(lambda group=group, call=call: call(group)))
-            assert told_by(lambda group=group: dist.barrier(group))[0] == "CollectiveMismatchError"  # broken for good
+            assert told_by(lambda group=group: dist.barrier(group))[0] == "CollectiveMismatchError"  # still broken
             dist.destroy_process_group(group)
-    dist.barrier()  # other groups are not
+    dist.barrier()  # other groups are not broken
     dist.destroy_process_group()
     return told
 

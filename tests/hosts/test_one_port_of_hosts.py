@@ -80,7 +80,7 @@ def reduce_over_the_other_network() -> tuple[float, set[tuple[str, int]]]:
 def test_each_network_of_a_machine_has_the_same_port(hosts):
     told = hosts(2, 1, networks=2)(reduce_over_the_other_network)
     assert told == [
-        (2.0, {(ipv4(0), PORT), (ipv4(0, 1), PORT)}),  # the store is met over the first network
+        (2.0, {(ipv4(0), PORT), (ipv4(0, 1), PORT)}),  # the first network carries the store's connections
         (2.0, {(ipv4(1, 1), PORT)}),
     ]
 
@@ -108,7 +108,7 @@ def test_two_machines_that_accept_nothing_are_named(hosts):
 
 def reduce_by_torch(directory: str) -> list[float]:
     await_word(directory, OPEN)
-    os.environ["PACELINE_PORT"] = str(PORT)  # in a process that has it from the beginning, `import torch` does the next
+    os.environ["PACELINE_PORT"] = str(PORT)  # if set at startup, `import torch` runs the next lines
     handlers = vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]
     torch_backend.replace_env_handler()
     assert handlers["env"] is torch_backend.env_rendezvous_handler
@@ -130,7 +130,7 @@ def test_torch_distributed_comes_through_the_port(hosts, tmp_path):
 
 
 def refuse_gloo_between_hosts() -> str:
-    os.environ["PACELINE_SECURITY"] = "auth"  # with encryption it is refused for another reason
+    os.environ["PACELINE_SECURITY"] = "auth"  # with encryption, gloo is rejected for another reason
     with pytest.raises(ValueError, match="engine 'gloo' would connect the hosts h0, h1 at ports of its own"):
         dist.init_process_group("gloo", port=PORT, timeout=timedelta(seconds=30))
     return "refused"

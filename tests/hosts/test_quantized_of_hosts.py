@@ -14,7 +14,7 @@ from hosts.talking import rank
 from hosts.telling import told_by
 
 KINDS = ("bf16", "int8", "int4")
-HALF_STEP = {"bf16": 1 / 256, "int8": 1.01 / 254, "int4": 1.01 / 14}  # of the largest magnitude in a group
+HALF_STEP = {"bf16": 1 / 256, "int8": 1.01 / 254, "int4": 1.01 / 14}  # relative to the largest magnitude in a group
 COUNTS = [0, 1, 5, 63, 64, 65, 1023, 70_001]
 
 
@@ -218,7 +218,7 @@ def differ_in_what_is_on_the_wire() -> list[tuple[str, str, float]]:
 
         def call(group: dist.ProcessGroup = group, mine: dict[str, str] = mine) -> None:
             dist.all_reduce(torch.ones(500), group=group, **mine)
-            dist.barrier(group)  # a rank whose part was over before the mismatch was seen is told with its next call
+            dist.barrier(group)  # raises the error on ranks whose part was already complete
 
         told.append(told_by(call))
         dist.destroy_process_group(group)
@@ -244,7 +244,7 @@ def round_nothing_on_one_host() -> None:
         assert torch.equal(tensor, exact)
     with pytest.raises(dist.CollectiveMismatchError, match="with wire='int8'"):
         dist.all_reduce(torch.ones(4), wire="int8" if rank() == 0 else None)
-    dist.barrier()  # the group stays usable
+    dist.barrier()  # the group remains usable
 
 
 def test_one_host_rounds_nothing_but_compares_wires(ranks):

@@ -55,7 +55,7 @@ def test_a_replacement_restores_from_the_memory_of_a_peer(machines) -> None:
     here: Machines = machines(3)
     here.script.write_text(SCRIPT)
     staying = here.elastic(0, "2:2")
-    here.expect_line(staying, "1 of 2 machines have joined")  # copies are found by the path of rank 0, which is here
+    here.expect_line(staying, "1 of 2 machines have joined")  # copies are found by rank 0's path, which is on this host
     lost = here.elastic(1, "2:2")
     here.wait(lambda: all((here.directory / f"trained-{rank}").exists() for rank in (0, 1)))
     lost.kill()

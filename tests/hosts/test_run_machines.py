@@ -11,7 +11,7 @@ from pathlib import Path
 from hosts.machines import Machines
 from hosts.network import ipv4
 
-SOON_S = 20.0  # below every timeout of a rendezvous, far above what it takes
+SOON_S = 20.0  # shorter than any rendezvous timeout, much longer than a rendezvous takes
 
 
 def by_number(here: Machines, host: int, *arguments: str, nodes: int = 2):
@@ -72,7 +72,7 @@ def test_a_failure_on_one_machine_restarts_all_of_them(machines):
 
 def test_a_newcomer_gets_a_place_at_once(machines):
     here = machines(3)
-    first = here.elastic(1, "2:3")  # before the one that serves
+    first = here.elastic(1, "2:3")  # starts before the serving machine
     serving = here.elastic(0, "2:3")
     here.wait_for(2)
     last = here.elastic(2, "2:3")
@@ -196,7 +196,7 @@ def test_the_others_end_when_the_serving_launcher_is_killed(machines):
 def command_lines() -> Iterator[str]:
     """Yields the command lines of all processes, which every user of the machine can read."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has exited
             yield path.read_text(errors="replace")
 
 
@@ -295,7 +295,7 @@ def test_the_address_for_the_others_can_be_chosen(machines):
     chosen = {"h0": "fd77::1", "h1": "fd77::2"}
     serving, other = (here.elastic(at, "2", "--local-addr", chosen[f"h{at}"]) for at in range(2))
     here.wait_for(2)
-    (first,) = (line[1] for line in here.log() if line[3] == "0")  # either may join first
+    (first,) = (line[1] for line in here.log() if line[3] == "0")  # either machine may join first
     assert {line[7] for line in here.log()} == {chosen[first]}
     here.say("end")
     here.expect(serving, 0)

@@ -24,7 +24,7 @@ def test_pods_that_are_started_anew_meet_again(machines):
     first, lost = (start_pod(here, host) for host in range(2))
     here.wait_for(2)
     lost.kill()
-    here.expect(first, 1)  # so that Kubernetes starts this one anew too
+    here.expect(first, 1)  # so that Kubernetes also restarts this one
     pods = [start_pod(here, host) for host in (1, 0)]
     here.wait_for(2, generations=2)
     here.say("end")

@@ -54,7 +54,7 @@ class Strangers:
                 if kind == 0:
                     connection.sendall(chance.randbytes(200))
                 elif kind == 1:
-                    connection.sendall(b"paceln/1links".ljust(48, b"\0"))  # and no proof
+                    connection.sendall(b"paceln/1links".ljust(48, b"\0"))  # without a proof
                 elif kind == 2:
                     connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 if kind == 3:
@@ -102,7 +102,7 @@ def _besiege(directory: str, address: str, store: int, most: int) -> None:
         deadline = time.monotonic() + 60
         while strangers.count < most * 0.9 and time.monotonic() < deadline:
             time.sleep(0.05)
-        say(directory, "strangers are here")  # and stay while the last rank connects
+        say(directory, "strangers are here")  # they stay while the last rank connects
         time.sleep(0.5)
     Path(directory, "count").write_text(str(strangers.count))
 
@@ -126,7 +126,7 @@ def work_among_strangers(most: int) -> int:
             tensor = torch.ones(50_000)
             dist.all_reduce(tensor)
             assert (tensor == 2).all()
-            if groups < 5:  # whose links are made known by the store
+            if groups < 5:  # a new group, whose links are announced through the store
                 groups += 1
                 group = dist.new_group()
                 dist.barrier(group)

@@ -82,7 +82,7 @@ def segment(to: bytes, port: int, flags: int) -> bytes:
     [
         (b"host-1", 29500, 0x02, True),  # SYN
         (b"host-1", 29400, 0x02, False),
-        (b"host-1", 29400, 0x12, True),  # SYN and ACK: host 1 has asked for this connection
+        (b"host-1", 29400, 0x12, True),  # SYN and ACK: host 1 requested this connection
         (b"host-1", 29400, 0x10, True),
         (b"host-2", 29500, 0x02, False),
         (b"host-2", 29500, 0x12, True),

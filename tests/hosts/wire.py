@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-VNET_HEADER = 10  # before each frame the kernel tells how it is to be cut into packets and where its checksum goes
+VNET_HEADER = 10  # precedes each frame: how to split it into packets, and the place of its checksum
 _SYN, _ACK = 0x02, 0x10
-_LIMIT = 256 << 20  # bytes under way; what comes in beyond is dropped, as by any queue
+_LIMIT = 256 << 20  # bytes in transit; frames beyond this limit are dropped, as by any queue
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Wire:
     """Frames in transit between ports; they arrive in the order in which they were sent."""
 
     def __init__(self, ports: Sequence[tuple[int, int, bytes]], conditions: Conditions) -> None:
-        """Ports are (host, network, MAC address)."""
+        """Creates a wire between ports, each given as (host, network, MAC address)."""
         self._hosts = [host for host, _, _ in ports]
         self._at = {address: port for port, (_, _, address) in enumerate(ports)}
         self._others = [

@@ -34,7 +34,7 @@ def abort_while_others_wait(how: str, algorithm: str | None) -> str:
     started = time.monotonic()
     with pytest.raises(dist.GroupAbortedError) as caught:
         if not aborter:
-            dist.barrier()  # a rank that leaves it late may already raise the error there
+            dist.barrier()  # a rank that is slow to leave it may already raise the error here
         if how == "message" and not aborter:
             dist.recv(torch.empty(3), 1)
         elif how == "work":
@@ -84,7 +84,7 @@ def abort_on_another_thread(algorithm: str | None) -> None:
         with pytest.raises(dist.GroupAbortedError, match="this process aborted"):
             dist.all_reduce(torch.ones(100_000))
         timer.join()
-    else:  # it makes no call, and nevertheless can ask
+    else:  # this rank runs no call, but can still query the failure
         deadline = time.monotonic() + SOON_S
         while group.failure() is OutcomeCode.OK:
             assert time.monotonic() < deadline
@@ -106,7 +106,7 @@ def abort_a_subgroup() -> None:
         with pytest.raises(dist.GroupAbortedError, match=r"rank 2 \(.*because rank 0 \("):
             dist.all_reduce(torch.ones(3), group=group)
     tensor = torch.ones(70_000)
-    dist.all_reduce(tensor)  # the other group is as it was
+    dist.all_reduce(tensor)  # the other group is not affected
     assert tensor[-1] == 3
     dist.destroy_process_group()
 
@@ -123,14 +123,14 @@ def abort_after_a_death() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + SOON_S
-    while group.failure() is OutcomeCode.OK:  # without a call
+    while group.failure() is OutcomeCode.OK:  # detected without a call
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert group.failure() is OutcomeCode.PEER_LOST
     with pytest.raises(dist.PeerLostError, match="rank 1"):
         dist.barrier()
     group.abort()
-    with pytest.raises(dist.PeerLostError, match="rank 1"):  # the first reason stays
+    with pytest.raises(dist.PeerLostError, match="rank 1"):  # the first reason is kept
         dist.barrier()
     dist.destroy_process_group()
 
@@ -166,7 +166,7 @@ def shared_memory_after_a_failure(how: str, directory: Path) -> None:
     group = dist.GroupMember.WORLD
     assert group is not None
     whole = dist.empty_shared(3, 100_003).fill_(1)
-    tensor = whole[1]  # neither its start nor its end is that of a page
+    tensor = whole[1]  # neither its start nor its end is at a page boundary
     dist.all_reduce(tensor)
     if dist.get_rank() == 0:
         if how == "abort":
@@ -181,7 +181,7 @@ def shared_memory_after_a_failure(how: str, directory: Path) -> None:
     else:
         wait_until((directory / "failed").exists)
         with pytest.raises(dist.CollectiveError):
-            dist.all_reduce(tensor)  # rank 0 is in it no more, but its memory is still mapped here
+            dist.all_reduce(tensor)  # rank 0 has left the call, but its memory is still mapped here
         (directory / "late").touch()
     dist.destroy_process_group()
     dist.init_process_group()

@@ -88,7 +88,7 @@ def shard_fully() -> None:
     paceline.init_process_group()
     port = [reserved_port()]
     paceline.broadcast_object_list(port, 0)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]))  # where Paceline's own store is not
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]))  # not the port of Paceline's own store
     model = fully_shard(nn.Linear(4, 2))
     assert torch_dist.group.WORLD.name() == "paceline"
     model(torch.ones(2, 4)).sum().backward()
@@ -116,7 +116,7 @@ def lend_the_default_group(directory: str) -> None:
     with pytest.raises(ValueError, match="twice"):
         paceline.interop.torch_backend.lend_default_group()
     torch_dist.destroy_process_group()
-    with torch_group("gloo", directory):  # a program may still choose another
+    with torch_group("gloo", directory):  # a program may still choose another backend
         assert torch_dist.get_backend() == "gloo"
         torch_dist.all_reduce(tensor)
         paceline.all_reduce(tensor)

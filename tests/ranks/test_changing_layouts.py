@@ -12,7 +12,7 @@ from world import Ranks
 
 import paceline as dist
 
-STEPS = 2  # in each layout
+STEPS = 2  # per layout
 LAYOUTS = [
     (Layout(1, 2, 2), False),
     (Layout(2, 1, 2), False),

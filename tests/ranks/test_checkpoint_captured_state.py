@@ -104,7 +104,7 @@ def sizes_of_gradients(root: Path) -> list[int]:
 
 
 def test_gradients_are_saved_only_while_they_wait_for_a_step(ranks: type[Ranks], tmp_path: Path) -> None:
-    parameters = 4 * 3 + 3 + 3 + 3 + 3 + 1  # of the layers that are used
+    parameters = 4 * 3 + 3 + 3 + 3 + 3 + 1  # only those of the layers that are used
     assert ranks(1)(sizes_of_gradients, tmp_path) == [[0, 4 * parameters, 0]]
 
 

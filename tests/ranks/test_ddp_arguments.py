@@ -89,7 +89,7 @@ def shared_storage() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     module = mlp()
-    module[2].weight = nn.Parameter(module[0].weight.data.view(8, 8))  # another parameter, the same memory
+    module[2].weight = nn.Parameter(module[0].weight.data.view(8, 8))  # another parameter that shares the memory
     expected = average_gradients(module, lambda m: [m(x).square().sum() for x in batches(4, 8)])
     for options in ({}, TINY_BUCKETS):
         module.zero_grad()
@@ -255,11 +255,11 @@ def mixed_precision() -> None:
 
     before = [param.detach().clone() for param in wrapped.parameters()]
     optimizer.zero_grad()
-    overflows = float("inf") if rank == 1 else 1.0  # on one rank alone
+    overflows = float("inf") if rank == 1 else 1.0  # only on one rank
     scaler.scale(wrapped(batches(4, 8)[rank]).square().mean() * overflows).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.get_scale() == 128  # all have seen it
+    assert scaler.get_scale() == 128  # all ranks have detected the overflow
     assert all(torch.equal(a, b) for a, b in zip(before, wrapped.parameters(), strict=True))
 
 

@@ -215,7 +215,7 @@ BUFFERS: dict[str, Callable[[float], torch.Tensor]] = {
     "quantized": lambda value: torch.quantize_per_tensor(torch.full((3,), value), 0.1, 0, torch.quint8),
     "expanded": lambda value: torch.tensor([value]).expand(3),
 }
-SENT = ("meta", "negative", "complex32")  # what torch sends over gloo; it leaves conjugates as they are
+SENT = ("meta", "negative", "complex32")  # kinds that torch sends over gloo; it leaves conjugates unchanged
 
 
 def keeping(kind: str, is_sent: bool, wrap: Callable[..., nn.Module]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A forward pass without a backward pass does not cause averaging in the backward passes of `no_sync`."""
+"""A forward pass without a backward pass does not cause averaging in backward passes under `no_sync`."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def forward_twice() -> None:
     for options in ({}, {"bucket_cap_mb": 0.0003, "overlap": True}, {"find_unused_parameters": True}):
         module = mlp()
         model = dist.DistributedDataParallel(module, **options)
-        model(batches(4, 8)[rank])  # on every rank, to no purpose
+        model(batches(4, 8)[rank])  # on every rank, without using the output
         model(torch.full((1, 8), float(rank))).sum().backward()
         alone = mlp()
         for r in range(2):
@@ -180,7 +180,7 @@ def too_many_threads() -> str:
     dist.init_process_group()
     torch.set_num_threads(1000)
     told = [told_by(lambda: dist.DistributedDataParallel(nn.Linear(2, 2))) for _ in range(2)]
-    assert told[1] == ""  # once in a process
+    assert told[1] == ""  # warned once per process
     return told[0]
 
 

@@ -22,7 +22,7 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = mlp()  # which sets the seed
+        self.trunk = mlp()  # mlp() sets the seed
         self.left, self.right = nn.Linear(8, 1), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

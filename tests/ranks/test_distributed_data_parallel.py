@@ -140,7 +140,7 @@ def leave_parameters_out() -> None:
     reference = copy.deepcopy(model)
     wrapped = dist.DistributedDataParallel(model, find_unused_parameters=True)
     target = torch.tensor([0, 1])
-    inputs = [torch.full((2, 8), 1.0), torch.full((2, 8), -1.0)]  # leave out layer 1, layer 0
+    inputs = [torch.full((2, 8), 1.0), torch.full((2, 8), -1.0)]  # rank 0 skips layer 1, and rank 1 skips layer 0
     loss_of(wrapped(inputs[rank]), target).backward()
     assert model.layers[3].weight.grad is None  # used by no rank
     for x in inputs:
@@ -151,7 +151,7 @@ def leave_parameters_out() -> None:
     wrapped.zero_grad(set_to_none=False)
     model.layers[3].weight.grad = torch.full((8, 8), 5.0)
     loss_of(wrapped(inputs[rank]), target).backward()
-    assert (model.layers[3].weight.grad == 5).all()  # and is left alone
+    assert (model.layers[3].weight.grad == 5).all()  # the gradient of the unused layer is not changed
     require_equal_on_all_ranks(gradients(model))
 
 
@@ -336,7 +336,7 @@ def change_buffers() -> None:
     assert (norm.running_mean == 0).all()
 
     norm.running_mean.fill_(float(rank))
-    if rank == 0:  # no rank is waited for
+    if rank == 0:  # the call does not wait for other ranks
         with torch.no_grad():
             wrapped(torch.randn(3, 4))
         wrapped.eval()
@@ -363,13 +363,13 @@ def buffers_that_become_other_views() -> None:
     module.store = torch.zeros(8)
     module.register_buffer("seen", module.store[:1])
     wrapped = dist.DistributedDataParallel(module)
-    for length in (1, 3, 5):  # each begins at the same address
+    for length in (1, 3, 5):  # all begin at the same address
         module.seen = module.store[:length]
         module.store.copy_(torch.arange(8.0) + 10 * length + rank)
         wrapped(torch.ones(2, 4)).sum().backward()
         assert module.seen.tolist() == [10.0 * length + at for at in range(length)]
         assert module.store[length:].tolist() == [10.0 * length + at + rank for at in range(length, 8)]
-    changes = (  # in place, and to what a stale view would not reach, or would reach in another order
+    changes = (  # to memory that a stale view would miss, or would see in another order
         (lambda seen: setattr(seen, "data", module.store), [*range(8)]),
         (lambda seen: setattr(seen, "data", module.store[::2]), [0, 2, 4, 6]),
         (lambda seen: setattr(seen, "data", module.store.view(2, 4)), [[0, 1, 2, 3], [4, 5, 6, 7]]),
@@ -421,7 +421,7 @@ def copy_pickle_and_replace() -> None:
     again(torch.randn(2, 8) + rank).sum().backward()
     require_equal_on_all_ranks(gradients(again))
     hooks = [len(param._post_accumulate_grad_hooks) for param in module.parameters()]
-    assert hooks == [1] * 6  # none of the first wrapper's
+    assert hooks == [1] * 6  # no hooks of the first wrapper remain
 
 
 def test_wrappers_are_copied_pickled_and_replaced(ranks):
@@ -438,7 +438,7 @@ def train_until_killed(where: str) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if dist.get_rank() == 1 and where == "in":
-        wrapped.module[2].weight.register_post_accumulate_grad_hook(die)  # some buckets went out, others did not
+        wrapped.module[2].weight.register_post_accumulate_grad_hook(die)  # some buckets have been sent, others have not
     for step in range(1000):
         loss = loss_of(wrapped(torch.randn(6, 8)), torch.zeros(6, dtype=torch.int64))
         if dist.get_rank() == 1 and where == "before":

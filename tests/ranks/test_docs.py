@@ -95,11 +95,11 @@ def surroundings() -> dict[str, object]:
 
 def run_a_block(page: str, number: int) -> None:
     text, names = blocks(ROOT / page)[number], surroundings()
-    if "model.join()" in text:  # it continues with the model that the previous program has wrapped
+    if "model.join()" in text:  # the program uses the model that the previous program wrapped
         names["model"] = paceline.DistributedDataParallel(names["model"])
-    if text.startswith("with optimizer.full_parameters"):  # and with the optimizer that the program before it has made
+    if text.startswith("with optimizer.full_parameters"):  # and the optimizer that the previous program created
         names["optimizer"] = paceline.SharedModelOptimizer(names["model"], torch.optim.SGD, lr=0.1)
-    text = text.replace('"/local/scratch"', repr(tempfile.gettempdir()))  # a reader's directory, which is not here
+    text = text.replace('"/local/scratch"', repr(tempfile.gettempdir()))  # a reader's directory, absent here
     exec(compile(text, f"{page}, program {number}", "exec"), names)
 
 

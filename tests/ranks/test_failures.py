@@ -54,7 +54,7 @@ def die_with_open_sockets(algorithm: str | None) -> int:
         subprocess.Popen(["sleep", "60"], pass_fds=sockets)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(dist.PeerLostError) as caught:
-        dist.barrier()  # the rank that dies may leave it before the others
+        dist.barrier()  # the dying rank may leave the barrier before the others
         dist.all_reduce(torch.ones(100_000))
     return caught.value.rank
 

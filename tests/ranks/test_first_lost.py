@@ -92,7 +92,7 @@ MEMBERS = [RankIdentity(rank, "h", 100 + rank) for rank in range(3)]
             "rank 2 (h, pid 102) died, and rank 1 (h, pid 101) left the group after that, detected by rank 0",
         ),
         (
-            CallFailure(OutcomeCode.PEER_LOST, gone=[1], left=[1], cause=7),  # of a rank that is not in any group here
+            CallFailure(OutcomeCode.PEER_LOST, gone=[1], left=[1], cause=7),  # rank 7 is in none of these groups
             1,
             "rank 1 (h, pid 101) left the group (its script ended",
         ),

@@ -27,7 +27,7 @@ class Case:
     name: str
     call: Callable[[Tensors, int, int], Tensors]
     reference: Callable[[Sequence[Tensors]], Sequence[Tensors]]
-    inputs: int | None = 1  # None: one for each rank
+    inputs: int | None = 1  # None means one per rank
     rows: int = 3
 
 
@@ -144,7 +144,7 @@ def _inputs(case: Case, rank: int, size: int, dtype: torch.dtype) -> list[torch.
     made = [torch.randn(case.rows, 2, generator=generator, dtype=dtype) for _ in range(count)]
     for tensor in made:
         tensor[0, 0] = 2.0  # equal on all ranks
-        tensor[1, 0] = 0.0 if rank else 1.0  # zeros on more than one
+        tensor[1, 0] = 0.0 if rank else 1.0  # zeros on several ranks
         tensor[1, 1] = 0.0 if rank == 1 else 3.0
     return [tensor.requires_grad_() for tensor in made]
 
@@ -320,7 +320,7 @@ def torchs_functions() -> list[object]:
     record(lambda x: torchs.all_to_all_single(torch.empty_like(x), x, [2] * size, [2] * size))
     record(lambda x: torchs.gather(x, 1))
     record(lambda x: torchs.scatter(list(parts(x)), 1))
-    record(lambda x: torchs.reduce(x, 1) * (rank == 1))  # elsewhere gloo leaves what it had in between
+    record(lambda x: torchs.reduce(x, 1) * (rank == 1))  # on other ranks, gloo leaves intermediate values
     return results
 
 

@@ -40,7 +40,7 @@ def require_averaged(
     size = dist.get_world_size()
     sums: dict[str, torch.Tensor] = {}
     for loss in losses(reference):
-        reference.zero_grad()  # autograd adds up wrongly where two gradients share memory, so it is done here
+        reference.zero_grad()  # added here, because autograd adds incorrectly if two gradients share memory
         loss.backward()
         for name, param in reference.named_parameters():
             if param.grad is not None:
@@ -358,7 +358,7 @@ def gradients_of_any_layout() -> None:
     reference = copy.deepcopy(conv)
     wrapped = dist.DistributedDataParallel(conv)
     reference.load_state_dict(conv.state_dict())
-    if rank == 0:  # and on rank 1 autograd makes it, channels last
+    if rank == 0:  # on rank 1, autograd creates it with channels last
         conv.weight.grad = torch.zeros(4, 3, 3, 3)
     batches = inputs(2, 3, 8, 8)
     wrapped(batches[rank]).sum().backward()

@@ -237,8 +237,8 @@ def leaves_alone_what_may_differ() -> None:
                     if step != 2:
                         optimizer.step()
                     wrapped.eval()
-                    if odd and step != 1:  # the backward of the step without averages would be taken for this one's
-                        wrapped(torch.ones(2, 8))  # with a graph, although there is no backward
+                    if odd and step != 1:  # a later backward without averaging would be attributed to this forward
+                        wrapped(torch.ones(2, 8))  # builds a graph, although no backward follows
                     wrapped.train()
 
     assert warned(train_each) == []
@@ -298,7 +298,7 @@ def compares_what_zero_leaves_whole(stage: int) -> None:
 
     @torch.no_grad()
     def spoil(step: int) -> None:
-        if step == 3 and dist.get_rank() == 1 and stage < 3:  # where the parameter is there
+        if step == 3 and dist.get_rank() == 1 and stage < 3:  # below stage 3, the parameter is available here
             module[0].bias[2] += 1
 
     told = warned(lambda: make_steps(module, optimizer, 6, spoil))

@@ -86,7 +86,7 @@ def leaves_a_call_behind(left: Path) -> str:
         with pytest.raises(hvd.HorovodInternalError, match=r"(?s)allreduce\(float32 \[2\], op=AVG, name='alone'\)"):
             hvd.synchronize(handle)
     else:
-        wait_until(left.exists)  # otherwise, its call could be completed before that
+        wait_until(left.exists)  # otherwise, the call could complete before rank 0 leaves
         with pytest.raises(hvd.HorovodInternalError, match="rank 0"):
             hvd.allreduce(torch.ones(2), name="alone")
         hvd.shutdown()

@@ -27,7 +27,7 @@ from world import RankFailed
 import paceline
 
 CALLS = 120
-CALLS_AFTER_THE_END = 5  # of a group
+CALLS_AFTER_THE_END = 5  # after the end of a group
 PATIENCE = timedelta(seconds=0.3)
 MOST_S = 90
 
@@ -129,7 +129,7 @@ def methods(group: Any) -> Surface:
     nothing: Arguments = list
     surface: Surface = {}
     for name in dir(group):
-        with suppress(RuntimeError):  # of a property that this group does not have
+        with suppress(RuntimeError):  # raised by a property that this group does not support
             method = getattr(group, name)
             if callable(method) and not isinstance(method, type) and not name.startswith("__") and name not in ENDS:
                 surface[f"group.{name}"] = method, right.get(name, nothing)
@@ -196,7 +196,7 @@ def make_calls(surface: Surface, seed: int, journal: Journal, is_over: Callable[
         hostile.spares_torch = not in_python or function.__module__.startswith("torch")
         try:
             arguments = right() if same.random.random() < 0.1 else hostile.instead_in(right())
-        except Exception as error:  # P2POp, for instance, refuses what it is given
+        except Exception as error:  # P2POp, for instance, rejects invalid arguments itself
             journal.note(f"no arguments: {error!r}"[:300])
             continue
         ready()

@@ -240,7 +240,7 @@ def disabled_or_wrong() -> None:
     with pytest.raises(ValueError, match="all must have one process group"):
         dist.Join([model, other])
     with pytest.raises(KeyError, match="mine"), model.join():
-        raise KeyError("mine")  # is not held up by a wait for other ranks
+        raise KeyError("mine")  # is raised without waiting for other ranks
     assert not model._join_config.enable
 
 

@@ -86,11 +86,11 @@ def test_what_differs_is_kept_for_each_rank(ranks: type[Ranks], tmp_path: Path) 
 
 
 def save_tensors_that_differ(root: Path) -> None:
-    """A tensor of 4 MiB, of which each rank would write a part if the ranks' tensors were the same."""
+    """Saves a tensor of 4 MiB. If it were the same on all ranks, each rank would write a part of it."""
     dist.init_process_group()
     rank = dist.get_rank()
     batches = nn.BatchNorm1d(2)
-    batches.running_mean.fill_(rank)  # the dict holds each rank's buffers, and a module loads them
+    batches.running_mean.fill_(rank)  # the dict contains each rank's buffers, which a module loads
     torch.rand(rank)
     mine = {"large": torch.full((1 << 20,), float(rank)), "same": torch.ones(3), "random": torch.get_rng_state()}
     dist.save({**mine, "inner": {"long": torch.ones(rank + 1)}, "model": batches.state_dict()}, root)
@@ -109,7 +109,7 @@ def save_tensors_that_differ(root: Path) -> None:
 
 def test_tensors_that_differ_are_kept_for_each_rank(ranks: type[Ranks], tmp_path: Path) -> None:
     ranks(2)(save_tensors_that_differ, tmp_path)
-    got = {"large": torch.ones(1 << 20), "same": None}  # one rank, which loads the tensor of rank 0
+    got = {"large": torch.ones(1 << 20), "same": None}  # a single rank loads the tensor of rank 0
     dist.load(got, tmp_path)
     assert not got["large"].any()
 

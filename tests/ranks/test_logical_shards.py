@@ -190,7 +190,7 @@ def gradients_of_a_step() -> None:
         expected = reference(samples).square().mean()
         expected.backward()
         torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(model["used"].weight.grad, reference.weight.grad)  # of both steps together
+    torch.testing.assert_close(model["used"].weight.grad, reference.weight.grad)  # the sum of both steps
     assert model["unused"].weight.grad is None
 
 

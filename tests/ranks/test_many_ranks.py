@@ -13,8 +13,8 @@ from launching import wait_until
 
 import paceline as dist
 
-_DESCRIPTORS = 30  # each rank may have so many, besides one for each that rank 0's store needs
-_LENGTHS = (1, 30_000)  # in the cells, and in slices
+_DESCRIPTORS = 30  # per rank; rank 0's store needs one more for each rank
+_LENGTHS = (1, 30_000)  # sent in the cells, and in slices
 
 
 def _reductions(rank: int, size: int) -> None:

@@ -81,7 +81,7 @@ def test_each_gradient_is_noted_when_it_is_there(watch_of):
     clock = Clock()
     watch = watch_of(clock)
     train(Model(clock), clock, steps=5)
-    assert len(watch.steps) == 3  # the first two only show which modules there are
+    assert len(watch.steps) == 3  # the first two steps are only used to find the modules
     for step in watch.steps:
         assert (step.forward_s, step.backward_s, step.samples) == ([3.0], [3.0], 5)
         assert step.ready_s == {"second.weight": 1.0, "first.weight": 3.0, "first.bias": 3.0}

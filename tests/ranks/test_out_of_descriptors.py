@@ -15,7 +15,7 @@ import paceline as dist
 
 _POOR = 1
 _ENOUGH = 40
-_SPARE = (_ENOUGH, 1, 3, 5, 6, 8, 12, 14, _ENOUGH)  # what is imported on first use is not of interest here
+_SPARE = (_ENOUGH, 1, 3, 5, 6, 8, 12, 14, _ENOUGH)  # the first entry is for imports on first use
 _LIMIT_S = 20
 
 
@@ -25,7 +25,7 @@ def _spare(number: int) -> Iterator[None]:
     highest = max(map(int, os.listdir("/proc/self/fd")))
     held = [os.dup(0)]
     while held[-1] < highest:
-        held.append(os.dup(0))  # until there is no gap
+        held.append(os.dup(0))  # until no number below is free
     resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1 + number, most))
     try:
         yield
@@ -72,5 +72,5 @@ def test_a_rank_without_descriptors_is_not_called_dead(ranks):
         assert re.search(rf"Error: rank {_POOR} \(.*\): out of file descriptors \((\d+) of \1\)", mine), mine
         assert "ulimit -n" in mine
         assert "died" not in theirs and "did not reach the call" not in theirs, theirs
-        if "left the group" not in theirs:  # for want of a tensor of its own, which is no concern of the group's
+        if "left the group" not in theirs:  # because it lacked a descriptor for its own tensor
             assert f"rank {_POOR} (" in theirs and "out of file descriptors" in theirs, theirs

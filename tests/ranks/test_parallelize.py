@@ -111,7 +111,7 @@ def like_the_whole(plan: dict[str, object], tied: bool) -> None:
     model = built(tied)
     reference = copy.deepcopy(model)
     if dist.get_rank():
-        nn.init.zeros_(model.norm.weight)  # rank 0's weights are the model's
+        nn.init.zeros_(model.norm.weight)  # the model must get rank 0's weights
     assert dist.parallelize_module(model, None, plan) is model
     held = sum(each.numel() for each in model.parameters())
     assert held < 0.6 * sum(each.numel() for each in reference.parameters())

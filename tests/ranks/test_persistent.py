@@ -98,7 +98,7 @@ def moved_memory_is_noticed() -> None:
             lambda tensor: tensor.set_(torch.ones(3)),
             lambda tensor: tensor.untyped_storage().resize_(0),
             lambda tensor: setattr(tensor, "data", torch.ones(3)),
-            lambda tensor: setattr(tensor, "data", tensor.data[:2]),  # the rest have the same address
+            lambda tensor: setattr(tensor, "data", tensor.data[:2]),  # the remaining changes keep the address
             lambda tensor: setattr(tensor, "data", tensor.data.as_strided((5,), (1,))),
             lambda tensor: setattr(tensor, "data", tensor.data.as_strided((3,), (2,))),
             lambda tensor: setattr(tensor, "data", tensor.data.view(3, 1)),
@@ -108,7 +108,7 @@ def moved_memory_is_noticed() -> None:
             tensor = torch.ones(6)[:3]
             call = prepare(tensor)
             call()
-            other = torch.empty(3)  # where a freed tensor was, another may be
+            other = torch.empty(3)  # another tensor may reuse the memory of a freed one
             move(tensor)
             for start in (call, call.start):
                 with pytest.raises(

@@ -18,7 +18,7 @@ import paceline as dist
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 WORLDS = 10
-RUNS = 25  # of a world, with a pipeline each
+RUNS = 25  # per world, each with its own pipeline
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 
 

@@ -16,7 +16,7 @@ import paceline.interop.torch_backend
 
 COUNTS = [1, 7, 70_001]
 INTEGERS = [torch.uint8, torch.int8, torch.int32, torch.int64]  # gloo does not have int16
-MOVED = [*INTEGERS, torch.float16, torch.float32, torch.float64]  # what gloo has for all of them
+MOVED = [*INTEGERS, torch.float16, torch.float32, torch.float64]  # the types that gloo supports in all of them
 
 
 def reductions(dtype: torch.dtype) -> list[ReduceOp]:
@@ -33,7 +33,7 @@ def reduce_scatter(
 ) -> torch_dist.Work | None:
     if torch.__version__ >= (2, 7) or torch_dist.get_backend() != "gloo":
         return torch_dist.reduce_scatter(output, parts, op, async_op=asynchronous)
-    torch_dist.all_reduce(whole := torch.stack(parts), op)  # gloo had none
+    torch_dist.all_reduce(whole := torch.stack(parts), op)  # gloo had no reduce_scatter
     output.copy_(whole[torch_dist.get_rank()])
     return torch_dist.barrier(async_op=asynchronous)
 
@@ -42,13 +42,13 @@ def finish(work: torch_dist.Work | None, asynchronous: bool) -> None:
     assert (work is not None) == asynchronous
     if work is not None:
         work.wait()
-        assert work.is_completed() or torch_dist.get_backend() == "gloo"  # whose reduce_scatter never says so
+        assert work.is_completed() or torch_dist.get_backend() == "gloo"  # gloo's reduce_scatter never completes
 
 
 def reduce_everything(asynchronous: bool) -> list[torch.Tensor]:
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     results = []
-    complex_types = COMPLEX if torch.__version__ >= (2, 7) else []  # gloo's reduce takes none before
+    complex_types = COMPLEX if torch.__version__ >= (2, 7) else []  # before 2.7, gloo's reduce rejects complex types
     for dtype in [*INTEGERS, *FLOATS, *complex_types]:
         for op in reductions(dtype):
             if size > 2 and dtype in (torch.float16, torch.bfloat16) and op in (ReduceOp.SUM, ReduceOp.PRODUCT):

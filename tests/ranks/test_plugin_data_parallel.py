@@ -93,7 +93,7 @@ def no_sync() -> Result:
 
 
 def zero() -> Result:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a second, which only this test needs
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a second, and only this test needs it
 
     model = DistributedDataParallel(network())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
@@ -131,7 +131,7 @@ def fsdp2(half: bool = False, hybrid: bool = False) -> Result:
     return [*losses, norm, *(parameter.full_tensor().detach() for parameter in model.parameters())]
 
 
-HAS_FSDP2 = torch.__version__ >= (2, 7)  # before, `fully_shard` needs an accelerator with any backend
+HAS_FSDP2 = torch.__version__ >= (2, 7)  # before 2.7, `fully_shard` requires an accelerator
 OPTIONS = [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}]
 PROGRAMS = [
     *(partial(ddp, options) for options in OPTIONS),

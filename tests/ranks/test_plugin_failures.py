@@ -24,7 +24,7 @@ import paceline
 def lose_a_rank(directory: str, how: str) -> str:
     with torch_group("paceline", directory):
         rank = torch_dist.get_rank()
-        group = torch_dist.new_group([2, 1])  # rank 1 is its last: messages name ranks of the job
+        group = torch_dist.new_group([2, 1])  # rank 1 is last in the group; messages use the job's rank numbers
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 1))
         if how == "DDP":
@@ -98,9 +98,9 @@ def stay_away(directory: str) -> None:
             with pytest.raises(paceline.CollectiveTimeoutError, match=r"timed out after 0\.5 s.*rank 1 \(") as caught:
                 torch_dist.all_reduce(torch.ones(3), group=group)
             assert caught.value.missing == (1,)
-            assert re.search(" (Timed out|closed|timeout) ", str(caught.value))  # programs for gloo look for these
+            assert re.search(" (Timed out|closed|timeout) ", str(caught.value))  # programs for gloo match these words
         torch_dist.barrier()
-        # The time limit that a caller gives for waiting.
+        # The timeout that a caller passes to `wait`.
         if torch_dist.get_rank() == 0:
             work = torch_dist.all_reduce(torch.ones(70_000), async_op=True)
             with pytest.raises(paceline.CollectiveTimeoutError, match="wait"):
@@ -130,7 +130,7 @@ def miss_a_backward_in_join(directory: str, dies: bool) -> str:
             if rank == 1:
                 await_word(directory, "told")
                 raise paceline.CollectiveTimeoutError("this rank has stayed away")
-            loss.backward()  # which waits for what the forward began
+            loss.backward()  # waits for the calls that the forward pass started
         say(directory, "told")
         return str(caught.value)
 
@@ -160,7 +160,7 @@ def ask_for_what_cannot_be_done(directory: str) -> None:
         group = torch_dist.group.WORLD
         with pytest.raises(TypeError, match=r"no engine for it: create a second group.*pass tensor.cpu"):
             torch_dist.all_reduce(torch.ones(3, device="meta"))
-        with pytest.raises(RuntimeError, match="no backend for the device mps"):  # of no build of PyTorch for Linux
+        with pytest.raises(RuntimeError, match="no backend for the device mps"):  # no Linux build supports mps
             group._get_backend(torch.device("mps"))
         with pytest.raises(ValueError, match="rank [01]: .* is not contiguous"):
             torch_dist.all_gather_into_tensor(torch.empty(4, 6).t(), torch.ones(12))
@@ -170,14 +170,14 @@ def ask_for_what_cannot_be_done(directory: str) -> None:
 
 def mix_too_early(directory: str) -> None:
     with torch_group("paceline", directory):
-        mixed = torch_dist.new_group(backend="cpu:paceline,cuda:nccl")  # PyTorch makes the first only
+        mixed = torch_dist.new_group(backend="cpu:paceline,cuda:nccl")  # PyTorch creates only the first backend
         torch_dist.all_reduce(tensor := torch.ones(3), group=mixed)
         assert tensor.tolist() == [2, 2, 2]
         with pytest.raises(
             RuntimeError, match=r"cuda.*before release 2.14, PyTorch creates only one backend of a mixture"
         ):
             mixed._get_backend(torch.device("cuda"))
-        mixed = torch_dist.new_group(backend="cpu:gloo,cuda:paceline")  # PyTorch keeps the second only
+        mixed = torch_dist.new_group(backend="cpu:gloo,cuda:paceline")  # PyTorch keeps only the second backend
         torch_dist.all_reduce(tensor := torch.ones(3), group=mixed)
         assert tensor.tolist() == [2, 2, 2] and mixed._get_backend(torch.device("cpu")) is mixed
 
@@ -202,16 +202,16 @@ def use_groups(directory: str) -> None:
                 work = torch_dist.all_reduce(torch.ones(70_000), group=each, async_op=True)
                 work.get_future().wait()
                 torch_dist.all_reduce(torch.ones(3), group=each)
-            assert "PACELINE_SECRET" in os.environ  # the test's, not one that joining left
-        if torch.__version__ >= (2, 7):  # before that torch tells its groups nothing
+            assert "PACELINE_SECRET" in os.environ  # set by the test, not left by the initialization
+        if torch.__version__ >= (2, 7):  # older versions do not notify the groups
             with pytest.raises(ValueError, match="was destroyed"):
                 group.allreduce([torch.ones(3)])
         else:
             del group, mesh
-        del work  # but not the group and the mesh, which programs keep
+        del work  # programs keep the group and the mesh
         gc.collect()
         now = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-        if turn == 1:  # the first one starts what lives as long as the process: torch's threads, the completion thread
+        if turn == 1:  # the first turn starts threads that live as long as the process
             before = now
         assert before is None or now <= before, (turn, before, now)
 

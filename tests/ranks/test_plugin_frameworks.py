@@ -95,7 +95,7 @@ def hugging_face(directory: str) -> None:
 
 
 def accelerate_and_transformers(directory: str) -> None:
-    paceline.interop.torch_backend.register()  # as the entry point does where the package is installed
+    paceline.interop.torch_backend.register()  # as the entry point does if the package is installed
     torch_dist.init_process_group("paceline")
     accelerated()
     hugging_face(directory)
@@ -190,7 +190,7 @@ def fabric_and_trainer(directory: str) -> None:
     assert by_name.PacelineStrategy.strategy_name == "paceline"
     from lightning.pytorch.strategies import DDPStrategy
 
-    warnings.simplefilter("ignore")  # of Lightning's advice on workers of loaders
+    warnings.simplefilter("ignore")  # Lightning gives advice on the number of loader workers
     fabricated()
     torch_dist.destroy_process_group()
     whole = lightning(directory, 2, "paceline")

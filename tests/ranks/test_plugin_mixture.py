@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import paceline
 import paceline.interop.torch_backend
 
-NEEDED = (2, 14)  # before it, PyTorch does not let Python subclass Backend
+NEEDED = (2, 14)  # older versions do not allow Python subclasses of Backend
 
 
 def mix_with_gloo(directory: str, backend: str) -> None:

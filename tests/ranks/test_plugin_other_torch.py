@@ -20,14 +20,14 @@ VARIABLE = "PACELINE_OTHER_TORCH"
 PYTHON = os.environ.get(VARIABLE)
 HERE = Path(__file__).parent
 MODULES = sorted(path.name for path in HERE.glob("test_plugin*.py") if path != Path(__file__))
-FRAMEWORKS = "test_plugin_frameworks.py"  # needs packages that pin torch
+FRAMEWORKS = "test_plugin_frameworks.py"  # requires packages that pin torch
 
 
 @pytest.mark.skipif(not PYTHON, reason=f"set {VARIABLE} to an interpreter with another torch, or run `make plugin`")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("module", [module for module in MODULES if module != FRAMEWORKS])
 def test_the_plug_in_works_with_another_torch(module, tmp_path):
-    (tmp_path / "paceline").symlink_to(Path(paceline.__file__).parent)  # the package alone, without its torch
+    (tmp_path / "paceline").symlink_to(Path(paceline.__file__).parent)  # only the package, without its torch
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     environment.pop(VARIABLE)
     version = subprocess.run(

@@ -20,9 +20,7 @@ from torch_programs import Comparison
 from values import make
 
 Result = list[torch.Tensor]
-LARGEST = (
-    "max" if torch.__version__ >= (2, 7) else "sum"
-)  # before, gloo's reduce_scatter adds, whatever it is asked for
+LARGEST = "max" if torch.__version__ >= (2, 7) else "sum"  # before 2.7, gloo's reduce_scatter always computes the sum
 
 
 def new_groups() -> Result:

@@ -100,7 +100,7 @@ def change_members(directory: str) -> list[float]:
         with pytest.raises(paceline.RendezvousError, match="no other ranks yet.*_get_reconfigure_handle"):
             torch_dist.all_reduce(torch.ones(3))
         sums = []
-        me.form(10 + me.name, [me.name])  # each alone
+        me.form(10 + me.name, [me.name])  # each rank alone
         sums.append(me.sum())
         for uuid, names in ((20, [0, 1, 2]), (21, [2, 0, 1]), (22, [0, 2]), (23, [1, 2, 0])):
             if me.name in names:
@@ -121,7 +121,7 @@ def replace_the_dead(directory: str) -> tuple[float, float]:
         if me.name != LATE:
             me.form(1, [0, 1, 2])
             assert me.sum() == 3
-            torch_dist.new_group()  # the replacement has not run it
+            torch_dist.new_group()  # a call that the replacement has not run
             replica = model(nn.Linear(3, 1))
             replica(torch.ones(2, 3)).sum().backward()
             if me.name == 1:
@@ -233,7 +233,7 @@ def pass_what_cannot_be(directory: str) -> None:
         assert torch_dist.get_rank() == me.name and me.sum() == 1
         with pytest.raises(RuntimeError, match="uuid 2 was already used"):
             torch_dist._reconfigure(2, set(handles))
-        assert me.sum() == 1  # the group is as it was
+        assert me.sum() == 1  # the group is unchanged
         with pytest.raises(RuntimeError, match="different handles for the uuid 3|waited|gave up"):
             torch_dist._reconfigure(3, handles, timeout=timedelta(seconds=2))
         me.meet("after", [0, 1])

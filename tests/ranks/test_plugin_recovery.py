@@ -34,7 +34,7 @@ else:
     ErrorType, SHRINK_ABORT = None, 1
 
 LONG_S = 120
-SOON_S = 40.0  # far below the calls' timeout, far above what it takes
+SOON_S = 40.0  # much shorter than the calls' timeout, much longer than the calls take
 
 
 def soon(is_so: Callable[[], bool]) -> None:
@@ -83,7 +83,7 @@ def abort_what_all_wait_for(directory: str, how: str) -> str:
         with pytest.raises(paceline.GroupAbortedError, match="rank 2|aborted by this process"):
             torch_dist.all_reduce(torch.ones(3))
         soon(lambda: ran == [1])
-        soon(Path(directory, "heard").exists)  # while two ranks abort at the same time, either may be named
+        soon(Path(directory, "heard").exists)  # if two ranks abort at the same time, either may be named
         group.abort()
         assert ran == [1] and group.get_error() == ErrorType.COMM_ERROR
         return str(caught.value)
@@ -136,7 +136,7 @@ def time_out(directory: str) -> None:
                 work.wait()
             ran.clear()
             group.abort()
-            assert not ran.is_set() and group.get_error() == ErrorType.TIMEOUT  # the first reason
+            assert not ran.is_set() and group.get_error() == ErrorType.TIMEOUT  # the first reason is kept
         else:
             soon(lambda: group.get_error() != ErrorType.SUCCESS)
 
@@ -152,7 +152,7 @@ def notice_a_death(directory: str) -> None:
         torch_dist.barrier()
         if torch_dist.get_rank() == 1:
             die()
-        soon(lambda: group.get_error() == ErrorType.REMOTE_ERROR)  # without a call
+        soon(lambda: group.get_error() == ErrorType.REMOTE_ERROR)  # detected without a call
         with pytest.raises(paceline.PeerLostError):
             torch_dist.barrier()
         assert ran.is_set()

@@ -69,7 +69,7 @@ def around_the_ring(library: object, rank: int, size: int) -> list[torch.Tensor]
     for work in works:
         work.wait()
 
-    # From anyone.
+    # From any rank.
     if rank == 0:
         rooms = {}
         for _ in range(size - 1):
@@ -120,7 +120,7 @@ def in_a_group() -> None:
         assert work.source_rank() == 0
         assert work.get_future().wait()[1] is pair[1]
         assert (pair[1] == 2).all()
-    dist.barrier()  # what becomes of messages when their sender leaves is tested below
+    dist.barrier()  # another test covers messages whose sender leaves
 
 
 def test_in_a_group_ranks_are_taken_as_torch_takes_them(ranks):
@@ -139,7 +139,7 @@ def leave_after_sending() -> None:
     received = torch.zeros(4)
     dist.recv(received, 1, group)
     assert (received == 0).all()
-    time.sleep(0.3)  # the goodbye is read with the first message or here
+    time.sleep(0.3)  # the farewell is read with the first message or here
     for at in (1, 2):
         assert dist.recv(received, None if at == 2 else 1, group) == 1
         assert (received == at).all()

@@ -90,7 +90,7 @@ class Marked(torch.Tensor):
 
 
 def all_reduce_goes_the_shortest_way_that_there_is() -> None:
-    looks = not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # before 2.10 only Python can
+    looks = not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # before 2.10, only Python can inspect tensors
     ones = torch.ones(4)
     plain = [
         *(torch.ones(n, dtype=dtype) for n in (1, 5000) for dtype in (torch.float32, torch.bfloat16, torch.int8)),

@@ -51,7 +51,7 @@ def calls(of: object) -> list[Event]:
     events = [(event.name[len("paceline:") :], tuple(map(tuple, event.input_shapes))) for event in names]
     events.remove(("barrier", ()))
     assert all(event.time_range.end > event.time_range.start for event in names)
-    if torch.__version__ >= (2, 13):  # older profiles lack events from Python that are
+    if torch.__version__ >= (2, 13):  # older versions omit asynchronous events from Python
         assert all(event.is_async for event in names)
     return sorted(events)
 

@@ -64,7 +64,7 @@ def late_rank_is_seen() -> None:
     x = torch.ones(1000)
     paceline.barrier()
     if paceline.get_rank() == 1:
-        paceline.recv(x, 0, tag=7)  # rank 0 waits in the all-reduce when it has sent
+        paceline.recv(x, 0, tag=7)  # after the send, rank 0 waits in the all-reduce
     else:
         paceline.send(x, 1, tag=7)
     paceline.all_reduce(torch.ones(1 << 20))
@@ -84,7 +84,7 @@ def messages_of_gloo() -> None:
     paceline.init_process_group("gloo")
     x, rank = torch.ones(1000), paceline.get_rank()
     if rank == 1:
-        paceline.recv(x, tag=7)  # from any
+        paceline.recv(x, tag=7)  # from any rank
     else:
         paceline.send(x, 1, tag=7)
     paceline.all_reduce(x)

@@ -19,7 +19,7 @@ from paceline.comm.security.secret import job_secret
 from paceline.comm.store.tcp_store import StoreServer
 
 ENDLESS = timedelta(minutes=5)
-AT_ONCE_S = 30.0  # the promise is about a second; the machine may be busy
+AT_ONCE_S = 30.0  # the promise is about a second, but the machine may be busy
 _LATE, _VICTIM = 1, 2
 
 Told = tuple[str, str, float]
@@ -65,7 +65,7 @@ def _come(kind: str, place: str, directory: str) -> Told:
     took_s = time.time() - max(started, float((Path(directory) / "died").read_text()))
     (Path(directory) / f"heard-{rank}").touch()
     while kind in ("unix", "store") and rank == 0 and not (Path(directory) / f"heard-{_LATE}").exists():
-        time.sleep(0.005)  # the store is this rank's
+        time.sleep(0.005)  # this rank serves the store
     return type(caught.value).__name__, str(caught.value), took_s
 
 
@@ -82,11 +82,11 @@ def test_a_death_is_told_to_those_that_wait_and_to_the_late(ranks: type[Ranks], 
     place = str(tmp_path / "store") if kind in ("unix", "file") else f"127.0.0.1:{reserved_port()}"
     with ranks(4).start(_come, kind, place, str(tmp_path)) as world:
         _await([tmp_path / f"came-{rank}" for rank in (0, _VICTIM, 3)])
-        time.sleep(0.5)  # for the claims to be made; the test is right, if of less, without it
+        time.sleep(0.5)  # time for the claims; without it, the test would cover less
         (tmp_path / "died").write_text(str(time.time()))
         world.kill(_VICTIM)
         _await([tmp_path / f"heard-{rank}" for rank in (0, 3)])
-        if kind == "file":  # whose content ends with its last user
+        if kind == "file":  # its content is discarded with its last user
             world.kill(_LATE)
             told = world.join(60, expect_dead={_VICTIM, _LATE})
         else:
@@ -188,7 +188,7 @@ def _share_a_store(place: str) -> list[bool]:
     dist.barrier()
     dist.destroy_process_group()
     if rank == 1:
-        store.close()  # and with it the connection
+        store.close()  # also closes the connection
         return []
     store.wait(["gone/1"], timedelta(seconds=60))
     return [store.check([key]) for key in ("gone/0", "job/paceline/1/engine/gave_up")]

@@ -333,7 +333,7 @@ def step_between(make: Callable[[nn.Module], Any]) -> None:
     optimizer = make(module)
     module(torch.randn(5, 3)).sum().backward()
     loss = module(torch.randn(5, 3)).square().sum()
-    optimizer.step()  # by which each rank updates a part, and receives the rest
+    optimizer.step()  # each rank updates a part and receives the rest
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

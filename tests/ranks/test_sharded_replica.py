@@ -45,10 +45,10 @@ def wrap_deterministically() -> None:
     with pytest.raises(RuntimeError, match=r"rank \d: a second backward of one forward"):
         loss.backward()
     model.zero_grad()
-    model(data[rank::size], scale=2.0)["norms"][0].mean().backward()  # continues after the error
+    model(data[rank::size], scale=2.0)["norms"][0].mean().backward()  # training continues after the error
     torch.testing.assert_close(model.module.used.weight.grad, reference.used.weight.grad)
     with torch.no_grad():
-        assert model(data[:3])["y"].shape == (3, 2)  # any number, as there is nothing to add up
+        assert model(data[:3])["y"].shape == (3, 2)  # any batch size is valid, because there are no gradients to add
 
 
 def test_a_deterministic_wrapper_averages_over_the_shards(ranks):

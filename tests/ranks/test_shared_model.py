@@ -35,7 +35,7 @@ def every_optimizer() -> None:
         train(reference, optimizer, "mlp", steps=3)
         try:
             if options.get("fused") and optimizer_class in (torch.optim.Adam, AdamW, SGD):
-                require_close(model, reference.module)  # the core updates these, and rounds otherwise than torch
+                require_close(model, reference.module)  # the core updates these, and rounds differently from torch
             else:
                 require_same(model, reference.module)
         except AssertionError as error:
@@ -71,10 +71,10 @@ def state_at_any_number_of_ranks() -> None:
     alone = dist.new_group([0], use_local_synchronization=True) if dist.get_rank() == 0 else None
     if alone is None:
         return
-    again = copy.deepcopy(model)  # is not shared
+    again = copy.deepcopy(model)  # the copy is not shared
     resumed = dist.SharedModelOptimizer(again, AdamW, lr=1.0, process_group=alone)
     resumed.load_state_dict(state)
-    plain = AdamW(model.parameters(), lr=1.0)  # steps where no other rank reads the parameters any more
+    plain = AdamW(model.parameters(), lr=1.0)  # steps when no other rank reads the parameters any more
     model.load_state_dict(copy.deepcopy(model).state_dict())
     plain.load_state_dict(state)
     x, target = batch("mlp", 9, 0)
@@ -118,7 +118,7 @@ def loss_scaling() -> None:
     for each, its_optimizer in ((model, shared), (reference, optimizer)):
         scaler = dist.GradScaler(init_scale=16.0, growth_interval=2)
         for step in range(5):
-            each.zero_grad()  # the module's, which the optimizer does not notice
+            each.zero_grad()  # called on the module, without the optimizer's knowledge
             x, target = batch("mlp", step, dist.get_rank())
             loss = nn.functional.cross_entropy(each(x), target)
             if step == 2 and dist.get_rank() == 1:

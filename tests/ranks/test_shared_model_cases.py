@@ -30,7 +30,7 @@ def parameters_may_be_loaded() -> None:
     require_same(model, reference.module)
     with shared.full_parameters():
         for param in model.parameters():
-            param.data += 1.0 + dist.get_rank()  # rank 0's count
+            param.data += 1.0 + dist.get_rank()  # rank 0's values are used
     for param in reference.module.parameters():
         param.data += 1.0
     train(model, shared, "mlp")
@@ -118,7 +118,7 @@ def copies_and_files_have_memory_of_their_own() -> None:
     train(model, shared, "mlp")
     twin, file = copy.deepcopy(model), io.BytesIO()
     torch.save(model.get_parameter("0.bias"), file)
-    assert len(file.getvalue()) < 3000  # and not all that the ranks share
+    assert len(file.getvalue()) < 3000  # not all of the shared memory
     again = pickle.loads(pickle.dumps(model))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     train(model, shared, "mlp", steps=1)

@@ -54,7 +54,7 @@ def like_one_process(dims: int, options: dict[str, object], uneven: bool) -> Non
     assert len(list(mine.buffers())) == len(list(whole.buffers()))
     mine.eval()
     whole.eval()
-    if whole.track_running_stats and rank == 0:  # no rank is waited for
+    if whole.track_running_stats and rank == 0:  # the call does not wait for other ranks
         close(mine(parts[0]), whole(parts[0]))
 
 
@@ -122,7 +122,7 @@ def empty_and_single() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     layer = dist.SyncBatchNorm(2)
-    x = torch.randn(3 - 3 * rank, 2, requires_grad=True)  # nothing on rank 1
+    x = torch.randn(3 - 3 * rank, 2, requires_grad=True)  # no samples on rank 1
     layer(x).square().sum().backward()
     assert x.grad.shape == x.shape and x.grad.isfinite().all()
     with pytest.raises(

@@ -44,7 +44,7 @@ def run_cells(sources: list[str], directory: str) -> str:
     """Runs the code of the cells in one namespace, and returns the output of the cells and of their ranks."""
     os.chdir(directory)
     with open("printed", "a") as file:
-        os.dup2(file.fileno(), 1)  # the ranks are processes
+        os.dup2(file.fileno(), 1)  # ranks are processes that inherit this descriptor
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for source in sources:
         exec(compile(source, "cell", "exec"), namespace)
@@ -60,7 +60,7 @@ def test_the_tutorial_runs_from_top_to_bottom(ranks, notebook, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(400)  # on a busy machine; it takes some 16 s of processor time
+@pytest.mark.timeout(400)  # for a busy machine; the test takes about 16 s of CPU time
 def test_the_tutorial_runs_in_a_kernel(notebook, tmp_path):
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed; `make test` installs it")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed; `make test` installs it")
@@ -68,7 +68,7 @@ def test_the_tutorial_runs_in_a_kernel(notebook, tmp_path):
         notebook,
         timeout=300,
         startup_timeout=200,
-        iopub_timeout=200,  # nbclient drops output that comes later after the end of its cell, by default 4 s
+        iopub_timeout=200,  # nbclient drops output that arrives later than this after its cell (default 4 s)
         raise_on_iopub_timeout=True,
         kernel_name="python3",
         resources={"metadata": {"path": tmp_path}},

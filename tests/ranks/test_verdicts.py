@@ -130,7 +130,7 @@ WAITS = "rank 0 waits in all_reduce(float32, 4096) call 32 (script.py:"
 
 @pytest.fixture
 def said(script, tmp_path):
-    """Runs the job with a fault; returns the launcher's output when it contains `word` or the job has ended.
+    """Runs the job with a fault; returns the launcher's output once it contains `word` or the job has ended.
 
     A rank that is "busy" computes until the launcher prints `until`.
     """
@@ -168,7 +168,7 @@ def text(output) -> str:
     ],
 )
 def test_a_hang_is_explained_live_and_afterwards(said, tmp_path, capsys, fault, sentence):
-    assert WAITS in said(fault, sentence)  # a busy machine may keep rank 1 from an earlier call, which is told before
+    assert WAITS in said(fault, sentence)  # on a busy machine, an earlier call of rank 1 may be reported first
     assert main(["analyze", str(tmp_path / "runs" / "job")]) == 1
     assert sentence in capsys.readouterr().out
 

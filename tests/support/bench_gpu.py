@@ -8,7 +8,7 @@ from pathlib import Path
 
 _BENCH = Path(__file__).parents[2] / "bench"
 if str(_BENCH) not in sys.path:
-    sys.path.append(str(_BENCH))  # behind tests, since both have a module `hosts`
+    sys.path.append(str(_BENCH))  # after tests, because both have a module `hosts`
 
 _spec = importlib.util.spec_from_file_location("bench_of_gpus", _BENCH / "gpu.py")
 assert _spec is not None and _spec.loader is not None

@@ -94,7 +94,7 @@ def _rename(names: dict[str, Node], operation: Operation, node: Node) -> None:
 
 
 class NodePlace:
-    """A read-only storage location with the remaining files."""
+    """A read-only storage location with the surviving files."""
 
     renames = True
 

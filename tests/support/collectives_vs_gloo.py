@@ -1,4 +1,4 @@
-"""Compares every collective, type and reduction that torch's gloo implements, on random inputs."""
+"""Compares Paceline with torch's gloo on random inputs, for every collective, type and reduction of gloo."""
 
 from __future__ import annotations
 

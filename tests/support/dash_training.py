@@ -1,4 +1,4 @@
-"""An endless training run for tests of the live page. Given a path, rank 1 blocks as soon as the file exists."""
+"""An endless training run for tests of the live page. If a path is given, rank 1 blocks once that file exists."""
 
 TRAIN = """
 import os, sys, time, torch

@@ -1,4 +1,4 @@
-"""Programs in which optimizers and models that are sharded across ranks must train on devices as on the CPU.
+"""Programs that check that sharded optimizers and models train on devices as they do on the CPU.
 
 `use` selects the device type. Each rank has a device of its own if there are enough.
 """
@@ -24,7 +24,7 @@ _tolerance = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def use(device_type: str, **tolerance: float) -> None:
-    """Selects devices of this type for the programs of this process, and the tolerance for comparisons with CPU."""
+    """Selects the device type for programs in this process, and the tolerance for comparisons with the CPU."""
     global _device_type
     _device_type = device_type
     _tolerance.update(tolerance)

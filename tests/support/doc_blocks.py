@@ -1,4 +1,4 @@
-"""Extracts code from README and docs that a reader may copy, with its location."""
+"""Extracts the code that a reader may copy from the README and docs, with its location."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prose(page: Path) -> str:
 
 
 def indented(page: Path) -> Iterator[Block]:
-    """Yields the blocks of a page that are code because of their indentation."""
+    """Yields a page's code blocks that are marked only by indentation."""
     run: list[str] = []
     lines = [*prose(page).split("\n"), ""]
     for at, line in enumerate(lines):
@@ -118,7 +118,7 @@ def _simple_commands(line: str) -> Iterator[list[str]]:
 
 
 def call_of_paceline(words: list[str]) -> list[str] | None:
-    """Returns the arguments of `paceline` in a command, even after variables and other launchers, or None."""
+    """Returns the arguments of `paceline`, possibly after variables and other launchers, or None without a call."""
     words = [*words]
     while words and re.match(r"^[A-Z_]+=", words[0]):
         words.pop(0)

@@ -1,7 +1,7 @@
 """Runs elastic jobs for tests. Workers are forked from a process that has imported torch, so they start quickly.
 
-The job has the real coordinator and replaces each worker that dies, but handles no signals or output and has one
-machine.
+The job runs on one machine, with the real coordinator. It replaces each worker that dies, but does not handle signals
+or output.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Worker:
 
 @dataclass
 class Outcome:
-    """The outcome of a job: exit code, workers' results, errors and exit codes, and printed and received messages."""
+    """A job's exit code, the workers' results, errors and exit codes, and the printed and received messages."""
 
     code: int
     results: dict[str, object]

@@ -198,7 +198,7 @@ class Ballast:
 
 
 def train_with_a_fault(epochs: int, worker: str, fault: str, since: int = 5) -> str:
-    """Trains; on one worker, memory changes in step `since`, or sums are wrong from that step."""
+    """Trains; on one worker, memory is corrupted in step `since`, or sums are wrong from that step on."""
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
     model = nn.Linear(8, 3)

@@ -2,8 +2,8 @@
 
 Its collectives run over gloo, on one stream per group and device, after the work in the current stream. A work's `wait`
 makes the current stream wait, not the host. Messages between two ranks use a stream for each pair and direction.
-`register` registers the backend with torch.distributed, and thereby for Paceline. `COLLECTIVES` counts this process's
-calls.
+`register` registers the backend with torch.distributed, which also makes it available to Paceline. `COLLECTIVES` counts
+this process's calls.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class FakeDeviceGroup(dist.ProcessGroup):
                 self.failure = self.failure or error
 
         call = getattr(lane.group, name)
-        if name == "_reduce_scatter_base":  # gloo's own, which is also an all_reduce, completes only in `wait`
+        if name == "_reduce_scatter_base":  # gloo's version, also an all_reduce, completes only in `wait`
             call = lane.group.allreduce
             output, given, options = on_host
             sums = [torch.empty_like(given)]
@@ -207,7 +207,7 @@ class FakeDeviceGroup(dist.ProcessGroup):
             work.wait()
 
     def _reducing(self, options: Any, results: Sequence[Any]) -> Callable[[], object] | None:
-        """Replaces a mean, which gloo does not implement, by a sum; returns a function that divides the sum."""
+        """Replaces a mean, which gloo does not implement, with a sum; returns a function that divides the sum."""
         if options.reduceOp != dist.ReduceOp.AVG:
             return None
         options.reduceOp = dist.ReduceOp.SUM

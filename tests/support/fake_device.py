@@ -97,8 +97,8 @@ def load(devices: int = 2) -> None:
     _prefer_compiled_shapes()
 
 
-# Only Python functions compute the shapes of these operators. Other such functions override compiled ones, take longer
-# than the operator, and import PyTorch's compiler.
+# Operators whose shapes only Python functions compute. For other operators, such a function would override the compiled
+# one, which is faster and does not import PyTorch's compiler.
 _SHAPES = (
     "convolution",
     "convolution_backward",

@@ -110,7 +110,7 @@ def compute_beside_a_call(directory: str) -> tuple[str, str, float]:
 
 
 def give_up_and_leave(directory: str) -> tuple[str, str, float]:
-    """In a group with the stopped rank, rank 2 gives up because of it, while the other ranks wait for rank 2."""
+    """Rank 2 times out in a group with the stopped rank and leaves, while the other ranks wait for rank 2."""
     pair = begin_and_stop(directory, 2)
     if rank() == 2:
         assert isinstance(pair, dist.ProcessGroup)

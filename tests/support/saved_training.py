@@ -68,7 +68,7 @@ class Loop:
             self.schedule.step()
 
     def contents(self) -> Contents:
-        """Returns on rank 0 the whole state, as one rank without sharding would have it; on other ranks, a part."""
+        """Returns, on rank 0, the whole state that one rank would have without sharding, and a part on other ranks."""
         found: dict[str, Any] = {}
         module = self.model.module
         if self.kind in ("zero3", "one copy"):

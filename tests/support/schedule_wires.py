@@ -63,7 +63,7 @@ class Wire:
 
 
 def pieces(tensor: torch.Tensor) -> list[int]:
-    """Splits a tensor into two pieces, like a list of tensors."""
+    """Returns the addresses and sizes of a tensor's two pieces, as if it were a list of tensors."""
     first = tensor[:2]
     rest = tensor[2:]
     return [first.data_ptr(), first.nbytes, rest.data_ptr(), rest.nbytes]

@@ -31,7 +31,7 @@ class Started:
     def __init__(self, directory: Path, *flags: str, words: str = "", terminal: int | None = None) -> None:
         self.mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
         self.base = directory / secrets.token_hex(4)
-        script = Path(f"{self.base}-stubborn.py")  # not shared: a job reads it at its own time
+        script = Path(f"{self.base}-stubborn.py")  # not shared, because another job might still read it
         script.write_text(STUBBORN)
         arguments = command(f"--nproc-per-node={WORKERS}", *flags, str(script), str(self.base), words)
         name, value = self.mark.split("=")

@@ -349,7 +349,7 @@ class Member:
             self.world.ended(self, code)
 
     def leave_group(self, *, is_agreed: bool = False) -> None:
-        """Closes the member's connections in its view. With `is_rude`, the view always breaks."""
+        """Leaves the view's group, which fails unless the exit is agreed and the world's `is_rude` is not set."""
         group, self.group = self.group, None
         if group is not None and (not is_agreed or self.world.is_rude):
             group.fail()

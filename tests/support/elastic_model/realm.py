@@ -1,7 +1,7 @@
 """Simulates elastic jobs that may lose their coordinator: several launchers with links between them, in virtual time.
 
 `Realm(seed).run()` runs one schedule. Workers, rounds and views are those of `world.py`. In addition, every machine has
-a launcher that can coordinate, and links that delay messages, are cut, recover and are reset. Apart from the single
+a launcher that can coordinate, and the links can delay messages, be cut, recover and be reset. Besides the single
 history, these invariants are checked:
 - each view number has one list of members, and each term has one coordinator;
 - no two views produce results at the same time;
@@ -39,7 +39,7 @@ TEARING = {
 
 
 class RealmGroup(Group):
-    """The connections of a view; its members perform a rendezvous in the store of the launcher that announced it."""
+    """The connections of a view; its members rendezvous in the store of the launcher that announced the view."""
 
     __slots__ = ("decided_s", "met_s")
 
@@ -103,7 +103,7 @@ class Realm(World):
         self.superseded = 0  # coordinators that resigned because another one had been elected
         self.elected_s: list[float] = []
         self.handed_over_s: list[float] = []
-        self.stores_lost: list[str] = []  # workers in a view whose store ended with a launcher that handed over
+        self.stores_lost: list[str] = []  # workers whose view lost its store when the launcher handed over
         self.is_lasting = self.was_torn = False
         self.cut_off: Launcher | None = None  # a coordinator that is cut off until another one is elected
         self.splits_at_view = False  # the next forced view's coordinator is cut off before announcing the view
@@ -429,7 +429,7 @@ class Realm(World):
             random.choice([*self.sites.values()]).attempts = 0
 
     def change_sides(self, first: Launcher, later: Launcher) -> None:
-        """A machine of the later coordinator loses its workers and the others, and reaches the first coordinator."""
+        """A machine on the later coordinator's side loses its workers, then can reach only the first coordinator."""
         others = [each for each in self.launchers.values() if each.lives and each is not first]
         moved = self.random.choice([each for each in others if each is not later] or [later])
         for member in list(self.members.values()):

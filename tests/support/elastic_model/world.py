@@ -157,7 +157,7 @@ class World:
         return found
 
     def new_site(self, name: str, slots: int, attempts: int) -> Site:
-        """Creates a machine, which may compute results that differ in their bits."""
+        """Creates a machine, whose results may differ bitwise from those of other machines."""
         site = Site(name, slots, attempts)
         if self.chance() < 0.02:
             site.fingerprint = "other"

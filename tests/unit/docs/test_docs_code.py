@@ -113,7 +113,7 @@ def _defines(module: str, name: str) -> bool:
 def _is_a_module(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # it is a name of a module that is no package
+    except ModuleNotFoundError:  # a parent in the name is a module, not a package
         return False
 
 
@@ -188,7 +188,7 @@ def test_command_lines_of_the_pages_are_understood(capsys):
         if call is None:
             continue
         try:
-            whole_parser().parse_args(["cpu" if word == "gpu" else word for word in call])  # here may be no GPU
+            whole_parser().parse_args(["cpu" if word == "gpu" else word for word in call])  # there may be no GPU
         except SystemExit as end:
             if end.code:
                 wrong.append(f"{block}: paceline {' '.join(call)}: {capsys.readouterr().err.splitlines()[:1]}")

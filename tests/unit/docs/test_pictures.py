@@ -14,11 +14,11 @@ import pytest
 from paceline.comm.schedule.algorithms import ALGORITHMS
 from paceline.comm.schedule.steps import Buffer, Operation
 
-sys.path.append(str(Path(__file__).parents[3] / "docs" / "pictures"))  # for the module that some scripts share
+sys.path.append(str(Path(__file__).parents[3] / "docs" / "pictures"))  # contains a module that several scripts share
 
 from playing import play
 
-sys.path.pop()  # bench has modules of the same names
+sys.path.pop()  # bench has modules with the same names
 ROOT = Path(__file__).parents[3]
 PICTURES = ROOT / "docs" / "pictures"
 

@@ -19,7 +19,7 @@ FILE = re.compile(rf"(?<![\w./~:*-])[\w./-]*[\w-]\.(?:{SUFFIXES})(?![\w/(-])")
 PATH = re.compile(rf"(?<![\w./:-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w(?![\w*{{(-])")
 COMMENT_WITH_FILE = re.compile(rf"#.*(?:\.(?:{SUFFIXES})|(?:{'|'.join(FOLDERS)})/)")
 
-# Files that users have and this repository has not.
+# Files of users that are not in this repository.
 USERS_FILES = {
     "train.py": "the script of a user in examples of commands",
     "script.py": "likewise",
@@ -32,7 +32,7 @@ class Sign(NamedTuple):
     file: Path
     line: int
     name: str
-    folder: Path | None = None  # of the package that this docstring describes
+    folder: Path | None = None  # the package whose docstring this is
 
     def leads_nowhere(self) -> bool:
         name = PurePosixPath(self.name)
@@ -69,7 +69,7 @@ def _named_in(text: str) -> Iterator[tuple[int, str]]:
 
 def _signs_of_page(page: Path) -> Iterator[Sign]:
     prose = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), page.read_text(), flags=re.DOTALL)
-    prose = re.sub(r"\]\([^)]*\)", "]", prose)  # links have a test of their own
+    prose = re.sub(r"\]\([^)]*\)", "]", prose)  # another test checks links
     return (Sign(page, at + 1, name) for at, name in _named_in(prose))
 
 

@@ -96,7 +96,7 @@ def lacks(chinese: Part | None, english: Part | None) -> str | None:
     if chinese is None or english is None or chinese.kind != english.kind:
         return f"{described(chinese)} is where {described(english)} should be"
     if chinese.kind == "indented":
-        return None  # its code is compared elsewhere
+        return None  # another test compares its code
     if code_in(chinese) != code_in(english):
         different = ", ".join(f"`{each}`" for each in sorted(code_in(chinese) ^ code_in(english)))
         return f"{described(chinese)} and {described(english)} differ in {different}"

@@ -54,7 +54,7 @@ def test_a_class_name_has_one_meaning():
 
 
 def test_a_docstring_begins_with_its_subject():
-    """The subject is a noun or a verb in -s, and not a free relative clause such as `What the ranks agree on`."""
+    """The first word is a noun or a third-person verb, never a question word as in `What the ranks agree on`."""
     allowed = set(RELATIVE_DOCSTRINGS.split())
     texts = [(file, "the module", ast.get_docstring(tree)) for file, tree in trees().items()]
     texts += [(file, node.name, ast.get_docstring(node)) for file, node in classes()]

@@ -1,4 +1,4 @@
-"""Tests that are found by the name of the module that they test."""
+"""Tests that can be found by the name of the module that they test."""
 
 from __future__ import annotations
 

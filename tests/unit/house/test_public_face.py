@@ -1,4 +1,4 @@
-"""The contents of `import paceline`, and their consistency."""
+"""The public names of `paceline`, and their consistency."""
 
 from __future__ import annotations
 

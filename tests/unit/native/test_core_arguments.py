@@ -36,7 +36,7 @@ SOON_S = [-1e300, -1.0, float("nan"), 0.0, 0.001]
 SIZES = [-1, 0, 1, 3, 4096, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64]
 ADDRESSES = {"address", "out", "averages", "packed", "residual"}
 NOTHING: list[object] = [None, "", b"", 1.5, object(), [], [None], {}, torch.ones(3)]
-NEVER = {"read_tensors"}  # it is for `import paceline`, and would change how this process reads tensors
+NEVER = {"read_tensors"}  # called by `import paceline`; changes how this process reads tensors
 
 
 class Values:

@@ -21,7 +21,7 @@ def descriptors_left(number: int) -> Iterator[None]:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.dup(0)]
     while held[-1] < max(map(int, os.listdir("/proc/self/fd"))) - 1:
-        held.append(os.dup(0))  # until there is no gap
+        held.append(os.dup(0))  # until no number below is free
     resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1 + number, most))
     try:
         yield
@@ -68,7 +68,7 @@ def test_a_group_needs_descriptors(left: int) -> None:
 
 def test_a_shared_tensor_needs_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
-    dist.empty_shared(1)  # imports what it needs
+    dist.empty_shared(1)  # imports the modules that it needs
     before = opened()
     with descriptors_left(0), pytest.raises(dist.OutOfDescriptorsError) as caught:
         dist.empty_shared(1000)

@@ -24,9 +24,9 @@ def rank(cores, *, told=None, host="here", local_ranks=0, quota=0.0, cgroup=0, t
         ([rank(range(3)), rank(range(3))], False),
         ([rank(range(3), told=True), rank(range(3), told=True)], True),
         ([rank(range(8), told=False), rank(range(8))], False),
-        ([rank(range(2)), rank(range(2, 4))], True),  # each has its own cores
+        ([rank(range(2)), rank(range(2, 4))], True),  # each rank has its own cores
         ([rank(range(2), local_ranks=4), rank(range(2, 4), local_ranks=4)], True),
-        ([rank(range(4), local_ranks=4), rank(range(4), local_ranks=4)], False),  # two more are not in the group
+        ([rank(range(4), local_ranks=4), rank(range(4), local_ranks=4)], False),  # two more ranks are not in the group
         ([rank(range(2)), rank(range(2), host="there")], True),
         ([rank(range(8), quota=3.0, cgroup=1), rank(range(8), quota=3.0, cgroup=1)], False),
         ([rank(range(8), quota=2.0, cgroup=1), rank(range(8), quota=2.0, cgroup=2)], True),

@@ -29,7 +29,7 @@ def test_a_replaced_batch_norm_keeps_parameters_and_buffers():
     assert module.norm is module.same
     assert module.norm.momentum == 0.3 and not module.norm.training
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
-    assert dist.SyncBatchNorm.convert_sync_batchnorm(module) is module  # again
+    assert dist.SyncBatchNorm.convert_sync_batchnorm(module) is module  # converting again changes nothing
 
 
 def test_without_a_process_group_it_is_an_ordinary_batch_norm():

@@ -1,4 +1,4 @@
-"""Pure parts of the one-port protocol (headers, numbers, connection directions), and host names."""
+"""Logic of the one-port protocol without I/O (headers, numbers, connection directions), and host names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_only_the_first_bytes_of_a_header_may_become_one(beginning):
 
 
 def test_a_header_is_longer_than_a_hello():
-    assert HEADER_BYTES > HELLO_BYTES  # so a listener that is no gate refuses it at once, and does not wait for more
+    assert HEADER_BYTES > HELLO_BYTES  # so a listener without a gate rejects it without waiting for more
     assert not has_no_header(header_for(7))
 
 
@@ -101,7 +101,7 @@ def test_a_rank_hears_who_cannot_connect_to_it():
     ranks[3].request(0, "refused")
     assert ranks[1].requesters([2, 3]) == {3: "timed out"} and ranks[1].requesters([2]) == {}
     assert ranks[0].requesters([1, 2, 3]) == {3: "refused"} and ranks[2].requesters([3]) == {}
-    assert ReverseConnectRequests(store, 4, 1).requesters([2, 3]) == {}  # another group's
+    assert ReverseConnectRequests(store, 4, 1).requesters([2, 3]) == {}  # requests of another group are ignored
 
 
 # A process that listens, looks up its address, and connects both by name and by address, as a rank does at startup.

@@ -54,7 +54,7 @@ def test_a_lack_of_descriptors_is_not_taken_for_the_end(gate):
     listening = listen_at_number(HERE, 0, gate)
     before = open_descriptors()
     with dialer.dial(listening.getsockname(), DEADLINE_S):
-        wait_until(lambda: open_descriptors() <= before + 1)  # the gate has closed its own one
+        wait_until(lambda: open_descriptors() <= before + 1)  # the gate has closed its own descriptor
         with no_more_descriptors(), pytest.raises(OSError, match="Too many open files") as caught:
             listening.accept()
         assert caught.value.errno == errno.EMFILE
@@ -104,7 +104,7 @@ def test_a_forked_child_does_not_keep_the_gate_open(monkeypatch):
     port = reserved_port()
     first = listen_at_number(HERE, 0, port)
     waiting, ending = os.pipe()
-    child = os.fork()  # as a loader of data does
+    child = os.fork()  # as a DataLoader does
     if child == 0:
         os.close(ending)
         os.read(waiting, 1)
@@ -112,7 +112,7 @@ def test_a_forked_child_does_not_keep_the_gate_open(monkeypatch):
     os.close(waiting)
     try:
         for each in list(port_multiplexer._multiplexers.values()):
-            each.close()  # as at this process's end
+            each.close()  # as at the exit of this process
         port_multiplexer._multiplexers.clear()
         with closing(listen_at_number(HERE, 0, port)):  # another process takes its place
             assert len(port_multiplexer._multiplexers) == 1
@@ -131,7 +131,7 @@ def test_a_child_just_forked_does_not_keep_the_port_open(monkeypatch):
         monkeypatch.setenv(dialer.GATE_VARIABLE, random_name())
         with closing(PortMultiplexer(port, os.environ[dialer.GATE_VARIABLE])) as multiplexer:
             listen_at_number(HERE, 0, port).close()
-            copies += [key.fileobj.dup() for key in list(multiplexer._selector.get_map().values())]  # as a fork does
+            copies += [key.fileobj.dup() for key in list(multiplexer._selector.get_map().values())]  # like a fork
     for copy in copies:
         copy.close()
 

@@ -122,7 +122,7 @@ def test_a_taken_number_is_refused_until_its_holder_ends(gate, monkeypatch):
     with pytest.raises(PortInUseError, match=f"share port {gate} of {HERE}.*number 29500.*choose another port"):
         listen(HERE, 29500, b"s" * 32)
     first.close()
-    listen_at_number(HERE, 29500, gate).close()  # the next one need not wait until the gate has noticed
+    listen_at_number(HERE, 29500, gate).close()  # the next listener does not wait for the gate to notice
 
 
 def test_a_foreign_address_is_refused(gate, monkeypatch):

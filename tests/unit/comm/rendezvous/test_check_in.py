@@ -90,7 +90,7 @@ def test_one_that_comes_a_moment_after_the_verdict_hears_it() -> None:
         thread.start()
     store.wait(["verdict"])
     time.sleep(0.2)
-    assert told == []  # both still keep the store for the third
+    assert told == []  # both keep the store open for the third rank
     come(0, 3)
     for thread in threads:
         thread.join(60)

@@ -84,7 +84,7 @@ def test_one_store_serves_one_rendezvous_after_another() -> None:
 def test_another_store_at_the_same_place_in_memory_begins_at_one() -> None:
     names = set()
     for _ in range(3):
-        store = HashStore()  # often where the one before was
+        store = HashStore()  # often at the address of the previous store
         names.add(repr(rendezvous(None, store, 1, 0, 5).store))
         del store
     assert len(names) == 1

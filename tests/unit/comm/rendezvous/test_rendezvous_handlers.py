@@ -56,7 +56,7 @@ def test_each_rendezvous_at_an_address_has_keys_of_its_own():
 
 
 def test_a_rank_that_is_claimed_twice_is_named(monkeypatch):
-    monkeypatch.setattr("paceline.comm.rendezvous.check_in._READERS_S", 0.1)  # the other one never reads it
+    monkeypatch.setattr("paceline.comm.rendezvous.check_in._READERS_S", 0.1)  # the other rank never reads the verdict
     store = HashStore()
     PrefixStore("paceline/0/1", store).append("claims", Claim(0, 2, "elsewhere", 1).encode())
 

@@ -115,7 +115,7 @@ def test_a_pair_may_have_a_link_of_its_own():
 
 def test_loss_sends_again_and_slows_tcp_down():
     lossy = NetworkLink(0.01, 1e9, loss=0.01)
-    most = 1448 / 0.02 * (1.5 / 0.0199) ** 0.5  # it may be lost on the one host's link and on the other's
+    most = 1448 / 0.02 * (1.5 / 0.0199) ** 0.5  # a packet may be lost on either host's link
     assert messages(one_each(2, lossy), [(0, 1)], MB).seconds == pytest.approx(0.01 + MB / most, rel=1e-6)
     timing = messages(one_each(2, NetworkLink(0, 1e9, loss=0.5)), [(0, 1)], MB)
     assert timing.seconds == pytest.approx(0.004)

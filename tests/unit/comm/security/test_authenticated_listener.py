@@ -150,14 +150,14 @@ def test_another_user_cannot_keep_the_owner_from_the_page(beginning):
     with page() as port, flooded(port, 600, beginning), connected(port) as slow:
         slow.sendall(b"GET /picture.json HTTP/1.1\r\nHost: localhost\r\n")
         assert ask_page(port) == b"HTTP/1.1 200"
-        with flooded(port, 200, beginning):  # the slow one is the oldest by now
+        with flooded(port, 200, beginning):  # the slow connection is now the oldest
             slow.sendall(f"Authorization: Bearer {TOKEN}\r\n\r\n".encode())
             assert slow.recv(12) == b"HTTP/1.1 200"
 
 
 def test_the_owner_may_have_many_pages_open():
     with page() as port, contextlib.ExitStack() as streams:
-        for _ in range(100):  # more than may wait for their token at once
+        for _ in range(100):  # more than the limit of connections without a token
             stream = streams.enter_context(connected(port))
             stream.sendall(request("/events"))
             assert stream.recv(12) == b"HTTP/1.1 200"
@@ -178,7 +178,7 @@ def test_a_connection_that_does_not_show_the_token_ends_in_time(monkeypatch, beg
     with page() as port, connected(port) as connection:
         connection.sendall(beginning)
         with contextlib.suppress(ConnectionResetError):
-            while connection.recv(1 << 16):  # it is refused, or ended without an answer
+            while connection.recv(1 << 16):  # the connection is rejected, or closed without a response
                 pass
         assert ask_page(port) == b"HTTP/1.1 200"
 
@@ -202,7 +202,7 @@ def test_another_user_cannot_keep_a_client_from_the_store(no_secret):
     port = listener.getsockname()[1]
     server = StoreServer(listener, None)
     try:
-        with connected(port) as early:  # the oldest of all
+        with connected(port) as early:  # the oldest connection
             with flooded(port, 3 * MAX_HANDSHAKES, b"p"):
                 store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=DEADLINE_S))
                 store.set("key", b"value")
@@ -218,7 +218,7 @@ def test_another_user_cannot_keep_a_machine_from_the_gate(monkeypatch, no_secret
     with (
         open_gate(monkeypatch) as port,
         contextlib.closing(listen_at_number("127.0.0.1", 0, port)) as listener,
-        connected(port) as early,  # the oldest of all
+        connected(port) as early,  # the oldest connection
         flooded(port, 3 * MAX_PENDING_CLIENTS, b"paceln"),
     ):
         early.sendall(header_for(listener.getsockname()[1]))

@@ -52,7 +52,7 @@ CHANNEL = "test"
         ("10.0.0.1", "8.8.8.8", "none", False),
         ("127.0.0.1", "127.0.0.2", "encrypt", False),
         ("::1", "::1", "encrypt", False),
-        ("10.0.0.1", "10.0.0.1", "encrypt", False),  # its own address: within the machine
+        ("10.0.0.1", "10.0.0.1", "encrypt", False),  # its own address, so within the machine
         ("8.8.8.8", "8.8.8.8", None, False),
     ],
 )
@@ -169,7 +169,7 @@ def hang_up(connection: socket.socket) -> None:
             pass
     except TimeoutError:
         raise AssertionError("the door stayed open for a stranger") from None
-    except OSError:  # it was reset
+    except OSError:  # the connection was reset
         pass
 
 
@@ -182,7 +182,7 @@ def test_garbage_that_looks_like_tls_is_refused(garbage, has_version):
             stranger.sendall(b"\x16" + (b"\x03\x01" if has_version else b"") + garbage)
             hang_up(stranger)
         assert not here.admitted
-        with here.connect() as mine:  # others still get in
+        with here.connect() as mine:  # other clients are still admitted
             prove(mine, derive_key(SECRET, CHANNEL), PeerHello(CHANNEL))
             assert here.came.wait(60)
     finally:

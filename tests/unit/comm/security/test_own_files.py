@@ -119,7 +119,7 @@ def test_a_secret_of_another_user_is_not_taken(tmp_path, monkeypatch):
 def test_a_secret_is_read_through_a_link_and_not_from_a_pipe(tmp_path, monkeypatch):
     (tmp_path / "data").write_text("0123456789abcdef\n")
     (tmp_path / "data").chmod(0o400)
-    (tmp_path / "secret").symlink_to("data")  # as Kubernetes does
+    (tmp_path / "secret").symlink_to("data")  # as Kubernetes mounts secrets
     monkeypatch.setenv("PACELINE_SECRET_FILE", str(tmp_path / "secret"))
     assert job_secret() == b"0123456789abcdef"
     os.mkfifo(tmp_path / "pipe", 0o600)

@@ -41,7 +41,7 @@ def test_a_file_of_a_killed_process_is_started_anew(tmp_path: Path) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     other = FileStore(path)
-    assert other.check(["stale"])  # its member lives
+    assert other.check(["stale"])  # the member that set it is still running
     other.close()
     process.kill()
     process.wait(DEADLINE_S)

@@ -142,7 +142,7 @@ def test_what_is_no_query_ends_its_own_connection_only(port: int, garbage: bytes
         stranger.sendall(garbage)
         if garbage.endswith(struct.pack("<q", 1)):
             stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(64):  # the sum that it got before
+            while stranger.recv(64):  # the sum from an earlier request
                 pass
         else:
             assert is_closed(stranger)

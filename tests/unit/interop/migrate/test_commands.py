@@ -13,7 +13,7 @@ from paceline.cli.main import main
 from paceline.interop.migrate.commands import migrate_commands
 from paceline.interop.migrate.names import MARK
 
-COMMANDS = {  # by what they show: before, after (None: the same)
+COMMANDS = {  # by feature: before and after (None if unchanged)
     "torchrun": ("torchrun --nproc_per_node=4 train.py --lr 1\n", "paceline run --nproc_per_node=4 train.py --lr 1\n"),
     "a script alone": ("torchrun train.py\n", "paceline run train.py\n"),
     "its path": ("/opt/venv/bin/torchrun --standalone t.py\n", "paceline run --standalone t.py\n"),
@@ -61,7 +61,7 @@ COMMANDS = {  # by what they show: before, after (None: the same)
         "#SBATCH -N 2\nsrun paceline run --nnodes 2 t.py\n",
     ),
 }
-LEFT = {  # by what they show: the command, the reason's words
+LEFT = {  # by feature: the command, and words in the reason
     "several machines": ("torchrun --nnodes=2 --rdzv_endpoint=h:1 t.py\n", "PACELINE_SECRET"),
     "as many machines as a variable says": ("torchrun \\\n  --nnodes $N t.py\n", "PACELINE_SECRET"),
     "etcd": ("torchrun --rdzv_backend=etcd --nnodes=1 t.py\n", "c10d"),

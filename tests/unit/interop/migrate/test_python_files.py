@@ -138,7 +138,7 @@ HOROVOD = {
     ),
 }
 
-# What keeps a program with torch.distributed.
+# Code that prevents the migration from torch.distributed.
 TORCHS = (
     "from torch.distributed.fsdp import fully_shard",
     "from torch.distributed.device_mesh import init_device_mesh",

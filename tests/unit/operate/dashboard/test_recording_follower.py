@@ -77,7 +77,7 @@ def test_a_call_that_lasts_is_what_the_rank_does(writer):
     assert abs(news.open_calls[0].arrived_s - time.monotonic()) < 60
     writer.do("call.end(0); whole = begin_event(K.STEP, 'ddp', 4); core.record_end(whole)")
     news = follower.update()
-    assert news.open_calls == [] and news.steps[0].communication_s == 0  # it was over before the step began
+    assert news.open_calls == [] and news.steps[0].communication_s == 0  # the call ended before the step began
     assert (news.shm_nbytes, news.tcp_nbytes) == (0, 0)
 
 

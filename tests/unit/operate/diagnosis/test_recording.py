@@ -59,7 +59,7 @@ def test_a_clock_converts_ticks_between_and_beyond_its_pairs():
     assert [clock.monotonic_ns(tick) for tick in (1000, 2000, 3500)] == [0, 500, 1500]
     assert clock.monotonic_ns(0) is None
     assert clock.realtime_ns(100) == 600 and clock.realtime_ns(1500) == 2100
-    assert [clock.monotonic_ns(tick) for tick in (500, 4600)] == [-333, 2400]  # by the slope of all pairs
+    assert [clock.monotonic_ns(tick) for tick in (500, 4600)] == [-333, 2400]  # from the slope over all pairs
 
 
 def test_a_shifted_recording_has_all_its_times_moved(tmp_path):

@@ -56,7 +56,7 @@ def test_an_exception_is_recorded_and_read_back(tmp_path: Path):
 
 def test_an_exception_that_is_recorded_rings_the_alarm(tmp_path: Path):
     path, error = str(tmp_path / "error.json"), ValueError("boom")
-    record_uncaught(path, error)  # no process listens yet
+    record_uncaught(path, error)  # no process is listening yet
     alarm = ExceptionNotice(str(tmp_path))
     try:
         bell = alarm.fileno()
@@ -68,7 +68,7 @@ def test_an_exception_that_is_recorded_rings_the_alarm(tmp_path: Path):
         assert not select.select([bell], [], [], 0)[0]
     finally:
         alarm.close()
-    record_uncaught("/nowhere/error.json", error)  # the script must be left all the same
+    record_uncaught("/nowhere/error.json", error)  # must not prevent the script from exiting
 
 
 def test_what_is_told_between_machines_fits_into_a_message(tmp_path: Path):

@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[4] / "docs" / "launcher.md"
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
-VALUES = {  # by flag: what is written, what it means
+VALUES = {  # by flag: the text, and the value
     "stall-after": ("4", 4.0),
     "nnodes": ("2:4", (2, 4)),
     "nproc-per-node": ("3", 3),

@@ -53,7 +53,7 @@ def test_kubeflows_manifest_leaves_the_rendezvous_to_its_runtime():
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     trainer = job["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["command"][:2]) == (4, ["paceline", "run"])
-    (variable,) = trainer["env"]  # Kubeflow refuses those that it sets itself: PET_NNODES and the like
+    (variable,) = trainer["env"]  # Kubeflow rejects variables that it sets itself, such as PET_NNODES
     assert variable["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
 
 

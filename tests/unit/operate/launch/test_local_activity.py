@@ -67,7 +67,7 @@ def test_only_a_worker_that_failed_is_dead():
         [
             watched(0, RankExitStatus(ExitReason.FINISHED, 1.0, "its script has ended"), is_running=False),
             watched(1, RankExitStatus(ExitReason.KILLED, 1.0, "killed by SIGKILL"), is_running=False),
-            watched(2, is_running=False),  # the launcher asked it to end
+            watched(2, is_running=False),  # the launcher asked it to exit
             watched(4),
         ]
     )

@@ -62,7 +62,7 @@ def test_a_job_is_played_alike_from_the_same_seed():
     assert play(40, 8, TIMES, failures, 5, 20) != play(40, 8, TIMES, failures, 6, 20)
 
 
-@example(1045, 3, 1)  # the end was drawn for a moment at which the last failure was not over
+@example(1045, 3, 1)  # the job's end was drawn while a failure was still being handled
 @given(st.integers(0, 2**32), st.integers(2, 6), st.integers(1, 2))
 def test_every_failure_is_survived_or_explained(seed, machines, per_machine):
     played = SimulatedJob(

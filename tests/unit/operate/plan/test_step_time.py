@@ -96,7 +96,7 @@ def test_zero_collects_the_parameters_after_the_step():
 
 def test_packed_gradients_follow_a_schedule_of_their_own():
     step = step_of(calibration(), replace(measured(calibration()), wire="bf16"), times())
-    assert step.exposed_s == pytest.approx(0.006)  # of the last call, which begins at 30 ms
+    assert step.exposed_s == pytest.approx(0.006)  # from the last call, which begins at 30 ms
     assert step.algorithm == "bf16"
 
 

@@ -81,7 +81,7 @@ def test_any_hosts_put_a_checkpoint_together(tmp_path_factory, first, second, da
     hosts = "".join(data.draw(st.lists(st.sampled_from("ab"), min_size=size, max_size=size)))
     saved(root, hosts, first)
     others = data.draw(st.permutations(sorted(set(hosts))))
-    later = "".join([*others, *"nnnn"][:then])  # a host that is new has nothing
+    later = "".join([*others, *"nnnn"][:then])  # a new host has no data
     assert restored(root, later, second, expected) == [1] * then
     for name in set(hosts):
         (step,) = (root / name).glob("step_*")

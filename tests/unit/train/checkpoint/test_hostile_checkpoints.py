@@ -164,7 +164,7 @@ def test_manifests_that_mislead_are_refused(tmp_path: Path, which: str) -> None:
 
 
 def other_kinds(path: Path, kind: str) -> None:
-    """Replaces a file by another kind of file."""
+    """Replaces a file with another kind of file."""
     data = path.read_bytes()
     path.unlink()
     if kind == "pipe":
@@ -179,7 +179,7 @@ def other_kinds(path: Path, kind: str) -> None:
     else:
         directory = os.open(path.parent, os.O_RDONLY)
         with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(f"/proc/self/fd/{directory}/{path.name}")  # the address has at most 107 bytes
+            listening.bind(f"/proc/self/fd/{directory}/{path.name}")  # an address is limited to 107 bytes
         os.close(directory)
 
 
@@ -274,7 +274,7 @@ def test_a_changed_manifest_is_refused_or_gives_what_was_saved(saved: Path, data
         assert plain(into) == plain(state())
 
 
-# - What others wrote
+# - Files from other programs
 
 
 def safetensors(path: Path, header: Any, data: bytes) -> None:
@@ -384,7 +384,7 @@ def test_compressed_and_overlapping_records_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "m.pt") as archive:
         at = next(each.header_offset for each in archive.infolist() if each.filename.endswith("data/0"))
     data = bytearray((tmp_path / "m.pt").read_bytes())
-    data[at + 28 : at + 30] = struct.pack("<H", 60)  # the length of the extra field, by which the data begin later
+    data[at + 28 : at + 30] = struct.pack("<H", 60)  # the length of the extra field, which shifts the data
     (tmp_path / "m.pt").write_bytes(data)
     with pytest.raises(CheckpointDamagedError, match="is inconsistent: its record"):
         open_foreign(tmp_path / "m.pt")

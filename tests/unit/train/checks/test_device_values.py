@@ -26,7 +26,7 @@ def device_digests(tensors: list[torch.Tensor]) -> list[int]:
     return list(values.values())
 
 
-BIG = 40_001  # float32 numbers, more than are hashed together with others
+BIG = 40_001  # float32 numbers; too many to be hashed together with others
 
 
 def test_a_device_tells_tensors_apart_by_each_of_their_bytes():

@@ -29,7 +29,7 @@ def test_the_indices_are_those_of_torch(length, replicas, place, shuffle, seed, 
     theirs.set_epoch(epoch)
     assert len(ours) == len(theirs)
     if drop_last and length < replicas:
-        # Nothing can be shared evenly; torch's count is zero and its iterator may fail its own assertion.
+        # The samples cannot be divided evenly; torch's count is zero and its iterator may fail its own assertion.
         assert list(ours) == []
         return
     assert list(ours) == (list(theirs) if length else [])

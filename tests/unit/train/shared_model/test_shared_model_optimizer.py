@@ -63,7 +63,7 @@ def test_the_core_updates_as_torch_does(case, dtype):
         needs_state = "momentum" in options or optimizer_class is not SGD
         assert (update is None) == (step == 0 and needs_state)
         if update is None:
-            ours.step()  # in which torch makes the state
+            ours.step()  # torch creates the state in this step
         else:
             apply_in_tiles(update, ready.sums, 33)
         torchs.step()

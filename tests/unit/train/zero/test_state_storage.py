@@ -35,7 +35,7 @@ class Net(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(2)  # threads make models at the same time
+        generator = torch.Generator().manual_seed(2)  # threads create models at the same time
         shapes = (60, 40), (6, 4, 3, 5), (7,), (13,)
         wide, image, exact, small = (torch.randn(shape, generator=generator) for shape in shapes)
         self.wide = nn.Parameter(wide.to(dtype))
@@ -118,7 +118,7 @@ def test_steps_have_the_bits_of_one_process(tmp_path_factory, kind, ranks, stage
     def program(world: ThreadGroup, groups: list[ThreadGroup]) -> None:
         model = Net(dtype)
         if world.rank():
-            nn.init.zeros_(model.wide)  # rank 0's parameters are used on all ranks
+            nn.init.zeros_(model.wide)  # all ranks must use rank 0's parameters
         optimizer = made(model, kind, world, stage=stage, offload=directory)
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -25,7 +25,7 @@ def test_the_ledger_tells_pauses_and_replacements():
 def test_the_ledger_does_not_wait_for_the_dead():
     ledger = ChaosStats(0.0)
     ledger.lost(1, {"a", "c"}, 1.0)
-    ledger.lost(2, {"a"}, 1.1)  # c, before it had recovered
+    ledger.lost(2, {"a"}, 1.1)  # the job loses c before it has recovered
     ledger.entered(0, "a", False, 1.5)
     assert ledger.pauses_s == pytest.approx([0.5, 0.4])
     assert "the last worker of slot 1, 2" in "\n".join(ledger.summary("x", 2.0))

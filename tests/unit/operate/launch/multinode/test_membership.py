@@ -337,7 +337,7 @@ def test_whatever_happens_nobody_runs_in_two_generations(events, is_static):
     """Nodes respond to start and stop orders as launchers do; other events are random."""
     least, most = (2, 2) if is_static else (1, 3)
     play = Play(policy(least, most, is_static=is_static, max_restarts=2))
-    running: dict[str, int] = {}  # the generation of those whose workers run
+    running: dict[str, int] = {}  # the generation of each node whose workers are running
     there: set[str] = set()
     for event, node in events:
         if event == "join" and node not in there:

@@ -17,7 +17,7 @@ from paceline.operate.launch.multinode.protocol import Heartbeat, WorkersFinishe
 from paceline.operate.launch.multinode.remote_client import connect_client
 from paceline.operate.launch.multinode.server import RendezvousServer
 
-SILENCE_S = 60.0  # of the test's own clock, which runs ahead of the real one
+SILENCE_S = 60.0  # on the test's clock, which runs ahead of the real one
 
 
 @dataclass
@@ -72,7 +72,7 @@ def test_a_server_that_thinks_gives_signs_of_life(rendezvous):
 
     def has_heard(client) -> bool:
         heard.extend(client.receive())
-        return heard.count(Heartbeat()) > 10  # more than can have been on their way
+        return heard.count(Heartbeat()) > 10  # more than can have been in transit
 
     for client in clients:
         client.receive()

@@ -105,7 +105,7 @@ def test_metadata_with_a_changed_byte_is_read_or_refused(data):
     whole = bytearray(metadata_of((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 4))]))
     at = data.draw(st.integers(0, len(whole) - 1))
     whole[at] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(CheckpointError):  # among them that it is damaged
+    with contextlib.suppress(CheckpointError):  # such as CheckpointDamagedError
         assert len(read_metadata(bytes(whole), "x")) == 1
 
 

@@ -114,7 +114,7 @@ def test_copies_are_written_from_where_they_are(tmp_path: Path) -> None:
 
 
 def test_large_pieces_are_written_in_large_writes(tmp_path: Path) -> None:
-    tensors = [torch.randn(2 * MIB), torch.tensor(7.0), torch.randn(2 * MIB)]  # the second moves the third from a page
+    tensors = [torch.randn(2 * MIB), torch.tensor(7.0), torch.randn(2 * MIB)]  # the third starts within a page
     held = Staging().copied([whole_of(str(number), each) for number, each in enumerate(tensors)])
     disk = Noting()
     root = Root(LocalStorage(tmp_path, disk=disk))

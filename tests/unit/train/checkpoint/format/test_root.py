@@ -38,7 +38,7 @@ def test_the_same_step_may_be_saved_again(tmp_path):
 def test_what_was_saved_last_is_the_newest(tmp_path):
     root = Root(tmp_path)
     save(root, 100)
-    save(root, 7)  # the training was begun anew, or went on from an older one
+    save(root, 7)  # training was restarted, or resumed from an older checkpoint
     assert newest(root) == "step_0000000007"
 
 
@@ -88,7 +88,7 @@ def test_left_overs_of_dead_saves_are_removed(tmp_path):
     assert dead.storage.is_held(draft.directory)
     assert save(root, 2) == newest(root)  # a checkpoint in use is kept
     assert (tmp_path / draft.directory).exists()
-    dead.abandon(replace(draft, directory="none"))  # closes the manifest, as the end of the process would
+    dead.abandon(replace(draft, directory="none"))  # closes the manifest, as the exit of the process would
     save(root, 3)
     assert not (tmp_path / draft.directory).exists()
 

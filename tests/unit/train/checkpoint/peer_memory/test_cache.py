@@ -88,15 +88,15 @@ def test_memory_outlives_the_doors_and_then_goes(tmp_path: Path) -> None:
 def test_memory_is_not_granted_twice() -> None:
     free = 1000
     with closing(CheckpointCache(available=lambda: free)) as vault:
-        vault.begin(begin("1", nbytes=600))  # of one rank
+        vault.begin(begin("1", nbytes=600))  # from one rank
         with pytest.raises(RefusedError, match="the 1.0 kB of memory that are left, of which 600 B are for other"):
-            vault.begin(begin("1", nbytes=600))  # of another one, before the first has written anything
+            vault.begin(begin("1", nbytes=600))  # from another rank, before the first has written anything
         free = 700
         vault.wrote(ROOT, "1", 300)
         vault.begin(begin("1", nbytes=300))
         free = 400
         vault.wrote(ROOT, "1", 300)
-        vault.commit(Commit(ROOT, "1", {}, {}, 0), b"")  # a rank that wrote less than it announced holds nothing back
+        vault.commit(Commit(ROOT, "1", {}, {}, 0), b"")  # releases the announced memory that the rank did not use
         vault.begin(begin("2", keep="1", nbytes=360))
 
 

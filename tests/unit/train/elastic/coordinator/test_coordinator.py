@@ -37,6 +37,6 @@ def test_an_entry_reported_late_still_counts_as_a_beginning():
     first = play.view()
     play.install(first, "a0")
     play.kill("a0")
-    play.install(first, "a1")  # it was sent before the second view arrived
+    play.install(first, "a1")  # sent before the second view arrived
     play.kill("a1")
     assert "state is lost" in play.end().reason

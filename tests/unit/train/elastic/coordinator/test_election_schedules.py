@@ -23,7 +23,7 @@ from paceline.train.elastic.coordinator.handover import CoordinatorHandover
 from paceline.train.elastic.coordinator.views import Views
 from paceline.train.elastic.protocol import CoordinatorOrders, MachineReport, ReplicatedJobState
 
-BLOCK = 1_000  # as many as are needed to notice each missing rule
+BLOCK = 1_000  # enough to detect each missing rule
 BLOCKS = 1 if FACTOR == 1 else 2 * FACTOR
 pytestmark = pytest.mark.usefixtures("no_collector")
 

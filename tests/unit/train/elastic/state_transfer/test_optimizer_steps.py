@@ -71,7 +71,7 @@ def history(steps: list[int], lost: int | None) -> list[list[LogItem]]:
 def test_a_step_that_was_rolled_back_is_noticed(steps, data):
     lost = data.draw(st.none() | st.integers(SNAPSHOT + 1, SNAPSHOT + len(steps) - 1))
     dying, living = history(steps, lost), history(steps, None)
-    taken = data.draw(st.integers(0, sum(map(len, dying))))  # before the first sender is gone
+    taken = data.draw(st.integers(0, sum(map(len, dying))))  # items received before the first sender exits
     course = StateDivergence(SNAPSHOT, digest_of_round(SNAPSHOT - 1), WINDOWS_HERE)
     steps_made: list[OptimizerStep] = []
 
@@ -245,7 +245,7 @@ def test_gradients_that_a_learner_has_are_not_sent_again():
     other.grad = torch.frombuffer(memory, dtype=torch.float32).view_as(other)
     member.steps.note([other])
     assert member.steps.are_noted(other)
-    other.grad = torch.frombuffer(memory, dtype=torch.float32).view_as(other)  # another one, where that was before
+    other.grad = torch.frombuffer(memory, dtype=torch.float32).view_as(other)  # another gradient at the same address
     assert not member.steps.are_noted(other)
     member.steps.at = 7, 6
     assert not any(member.steps.are_noted(param) for param in member.module.parameters())

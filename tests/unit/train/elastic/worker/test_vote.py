@@ -1,4 +1,4 @@
-"""Votes in which members commit a round, and audits of their results."""
+"""Votes by which members commit a round, and audits of their results."""
 
 from __future__ import annotations
 
