@@ -134,7 +134,7 @@ class GradientBuckets:
         self._expected: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
         self._expected_sparse = sparse
         self._settled: list[bool] | None = None  # one flag per parameter: whether `settle_present` kept it
-        # The parameters of a static graph for which only other ranks compute gradients; this rank contributes zeros.
+        # The parameters in a static graph for which only other ranks compute gradients; this rank contributes zeros.
         self._absent: list[int] = []
 
         # - The gradients that the current backward pass averages, except those that `take_present` has excluded. A
