@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,53 @@ def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
     return list(groups.values())
+
+
+_COMPILED = "_orig_mod"  # the name of the original module in the module that torch.compile returns
+
+
+def is_compiled(module: object) -> bool:
+    """Returns True if `torch.compile` returned the module."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # imported only if needed, because the import is slow
+    return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def uncompiled_key(module: nn.Module, key: str) -> str:
+    """Returns the name that a tensor of a module has if neither the module nor a submodule is compiled.
+
+    Args:
+        module: the module.
+        key: a name in the module's `state_dict`, `named_parameters`, `named_buffers` or `named_modules`.
+    """
+    if _COMPILED not in key:
+        return key
+    within: nn.Module | None = module
+    kept = []
+    for name in key.split("."):
+        if name != _COMPILED or not is_compiled(within):
+            kept.append(name)
+        within = None if within is None else within._modules.get(name)
+    return ".".join(kept)
+
+
+def key_finder(own: Set[str]) -> Callable[[str], str]:
+    """Returns a function that converts the keys of a saved module, which may have been compiled, to keys in `own`.
+
+    The function returns all other keys without the names that `torch.compile` adds.
+    """
+    alike = {_without_compiled(key): key for key in own}
+
+    def find(key: str) -> str:
+        if key in own or _COMPILED not in key:
+            return key
+        short = _without_compiled(key)
+        return alike.get(short, short)
+
+    return find
+
+
+def _without_compiled(key: str) -> str:
+    return ".".join(name for name in key.split(".") if name != _COMPILED)
 
 
 def accelerators_of(module: nn.Module) -> list[torch.device]:

@@ -40,6 +40,7 @@ from paceline.train.elastic.worker.elastic_state import ElasticState
 from paceline.train.gradient_use import GRADIENT_USE, is_pending
 from paceline.train.logical_shards.logical_shards import LogicalShards
 from paceline.train.logical_shards.shard_loader import ShardLoader
+from paceline.train.module_tensors import is_compiled, uncompiled_key
 from paceline.train.pipeline.pipeline import Pipeline
 from paceline.train.zero.optimizer_state import to_state_dict
 from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
@@ -235,18 +236,29 @@ def _members(state: Mapping[Any, Any]) -> Iterator[Any]:
                 pending.append(member)
 
 
-def module_of(value: object) -> nn.Module | None:
-    """Returns the model inside any wrappers, or None if `value` is not a model."""
+def module_of(value: Any) -> nn.Module | None:
+    """Returns the model inside any wrappers, or None if `value` is not a model.
+
+    A compiled model is returned as it is, because hooks and shared parameters may belong to it.
+    """
     if isinstance(value, LogicalShards):
-        return value.module
-    while isinstance(value, _WRAPPERS):
         value = value.module
+    while isinstance(value, _WRAPPERS) or (is_compiled(value) and _is_wrapped(value)):
+        value = value._orig_mod if is_compiled(value) else value.module
     return value if isinstance(value, nn.Module) else None
 
 
+def _is_wrapped(value: Any) -> bool:
+    while is_compiled(value):
+        value = value._orig_mod
+    return isinstance(value, (*_WRAPPERS, Pipeline))
+
+
 def keys_in_whole(module: nn.Module) -> Set[str]:
-    """Returns the `state_dict` keys of a module, or of the undivided model if the module is a `Pipeline`."""
-    return module.whole.keys if isinstance(module, Pipeline) else module.state_dict(keep_vars=True).keys()
+    """Returns the `state_dict` keys of a module or, for a `Pipeline`, of the undivided model, as if not compiled."""
+    if isinstance(module, Pipeline):
+        return module.whole.keys
+    return {uncompiled_key(module, key) for key in module.state_dict(keep_vars=True)}
 
 
 def may_be_missing(value: object) -> bool:
@@ -256,7 +268,8 @@ def may_be_missing(value: object) -> bool:
 
 
 def key_in_whole(module: nn.Module, key: str) -> str:
-    """Converts a key of a module's `state_dict` to the key in the undivided model's `state_dict`."""
+    """Converts a key of a module's `state_dict` to the key of the undivided model that is not compiled."""
+    key = uncompiled_key(module, key)
     return module.whole.key_of(key) if isinstance(module, Pipeline) else key
 
 
@@ -389,7 +402,7 @@ def unsaved_gradients(state: TrainingState) -> list[str]:
     Before the first observed step, gradients of parameters with optimizer state are assumed to have been used.
     """
     found = list(entries(state))
-    saved = {id(value.module) for _, value in found if isinstance(value, PendingGradients)}
+    saved = {id(module_of(value.module)) for _, value in found if isinstance(value, PendingGradients)}
     optimizers = [value for _, value in found if isinstance(value, Optimizer)]
     holders = {
         param: holder
@@ -405,7 +418,7 @@ def unsaved_gradients(state: TrainingState) -> list[str]:
 
     modules = {name: module for name, value in found if (module := module_of(value)) is not None}
     return [
-        join(name, key)
+        join(name, uncompiled_key(module, key))
         for name, module in modules.items()
         if id(module) not in saved
         for key, param in module.named_parameters()

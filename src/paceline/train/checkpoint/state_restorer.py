@@ -6,7 +6,7 @@ objects. `load_foreign` needs no plan, because every rank reads the entire forei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -39,6 +39,7 @@ from paceline.train.checkpoint.shard_layout import (
 )
 from paceline.train.elastic.training_state import Stateful
 from paceline.train.elastic.worker.elastic_state import ElasticState
+from paceline.train.module_tensors import key_finder, uncompiled_key
 from paceline.train.pipeline.pipeline import Pipeline
 from paceline.train.shared_model.shared_parameters import private_parameters_of
 from paceline.train.zero.optimizer_state import load_optimizer
@@ -121,9 +122,10 @@ class StateRestorer:
             sharded.free_all()
         self._contexts.enter_context(private_parameters_of(module))
         by_all = not isinstance(module, Pipeline)
-        self._require_names(name, keys_in_whole(module))
+        saved_keys = self._saved_keys(name, keys_in_whole(module))
         for key, value in module.state_dict(keep_vars=True).items():
-            full = join(name, key_in_whole(module, key))
+            in_whole = key_in_whole(module, key)
+            full = join(name, saved_keys.get(in_whole, in_whole))
             if not self._plan.has(full):
                 continue
             shards = None if sharded is None else sharded.shards_of(value)
@@ -140,11 +142,21 @@ class StateRestorer:
             else:
                 self._request_extra_state(full, key, module, by_all)
 
-    def _require_names(self, name: str, own: Iterable[str]) -> None:
+    def _saved_keys(self, name: str, own: Set[str]) -> dict[str, str]:
+        """Returns the saved keys of a module by the module's own keys; they differ if a compiled module was saved.
+
+        Raises:
+            CheckpointError: the module has other keys, and `strict` is true.
+        """
+        below = {unescaped(_first_part(rest)) for rest in self._plan.names_below(name)}
+        find = key_finder(own)
+        saved = {find(key): key for key in below}
+        self._require_names(name, {escaped(key) for key in own}, {escaped(key) for key in saved})
+        return saved
+
+    def _require_names(self, name: str, expected: Set[str], found: Set[str]) -> None:
         if not self._strict:
             return
-        expected = {escaped(key) for key in own}
-        found = {rest.partition("@")[0].partition(SEPARATOR)[0] for rest in self._plan.names_below(name)}
         if not found and self._plan.values.get(name, {}) != {}:
             raise CheckpointError(
                 f"{name!r} is a module here, and a plain value in {self._where}; load it into an object of the saved "
@@ -169,6 +181,10 @@ class StateRestorer:
         path, _, member = key.rpartition(".")
         assert member == "_extra_state"
         self._plan.add_finalizer(lambda: module.get_submodule(path).set_extra_state(tree()))
+
+
+def _first_part(name: str) -> str:
+    return name.partition("@")[0].partition(SEPARATOR)[0]
 
 
 class OptimizerRestorer:
@@ -369,8 +385,11 @@ def _needs_dict(value: object, module: nn.Module | None) -> bool:
 
 
 def _adopt_module(module: nn.Module, found: Mapping[str, Any], strict: bool) -> None:
-    if all(key.startswith(_PREFIX) for key in found):  # the module was saved in a DistributedDataParallel
-        found = {key.removeprefix(_PREFIX): value for key, value in found.items()}
+    for prefix in (_PREFIX, f"_orig_mod.{_PREFIX}"):  # saved in a DistributedDataParallel, which may be compiled
+        if all(key.startswith(prefix) for key in found):
+            found = {key.removeprefix(prefix): value for key, value in found.items()}
+            break
+    found = _renamed(found, key_finder(keys_in_whole(module)))
     with ExitStack() as contexts:
         sharded = sharded_parameters_of(module)
         if sharded is not None:
@@ -378,7 +397,17 @@ def _adopt_module(module: nn.Module, found: Mapping[str, Any], strict: bool) -> 
         contexts.enter_context(private_parameters_of(module))
         if is_divided(module):
             found = _own_part(module, found, strict)
+        else:
+            own_keys = {uncompiled_key(module, key): key for key in module.state_dict(keep_vars=True)}
+            found = _renamed(found, lambda key: own_keys.get(key, key))
         module.load_state_dict(found, strict=strict)
+
+
+def _renamed(found: Mapping[str, Any], to: Callable[[str], str]) -> Mapping[str, Any]:
+    """Returns a `state_dict` with the keys `to(key)`: itself, with its metadata, if all keys stay the same."""
+    if all(to(key) == key for key in found):
+        return found
+    return {to(key): value for key, value in found.items()}
 
 
 def _own_part(module: nn.Module, found: Mapping[str, Any], strict: bool) -> dict[str, Any]:
@@ -389,7 +418,7 @@ def _own_part(module: nn.Module, found: Mapping[str, Any], strict: bool) -> dict
     """
     own: dict[str, Any] = module.state_dict(keep_vars=True)
     names = {key: key_in_whole(module, key) for key in own}
-    expected = module.whole.keys if isinstance(module, Pipeline) else own.keys()
+    expected = keys_in_whole(module)
     if strict and expected != found.keys():
         raise CheckpointError(
             f"the saved state belongs to another model: it lacks {some(expected - found.keys())}, and also has "

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from paceline.train.elastic.agreement import WINDOWS
 from paceline.train.gradient_use import is_pending, mark_used
-from paceline.train.module_tensors import accelerators_of, memory_of
+from paceline.train.module_tensors import accelerators_of, key_finder, memory_of, uncompiled_key
 from paceline.train.zero.optimizer_state import load_optimizer
 
 # The causes of a state that differs between workers, for error messages.
@@ -53,12 +53,17 @@ class PendingGradients:
         """Returns the gradients by parameter name. A gradient of zeros is represented by the number 0."""
         pending = {name: param.grad for name, param in self.module.named_parameters() if is_pending(param)}
         return {
-            name: 0 if _is_zero(gradient) else gradient for name, gradient in pending.items() if gradient is not None
+            uncompiled_key(self.module, name): 0 if _is_zero(gradient) else gradient
+            for name, gradient in pending.items()
+            if gradient is not None
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | int]) -> None:
         """Sets the gradients in `state`, and removes the gradients of all other parameters."""
-        for name, param in self.module.named_parameters():
+        own = {uncompiled_key(self.module, name): param for name, param in self.module.named_parameters()}
+        find = key_finder(own.keys())
+        state = {find(name): gradient for name, gradient in state.items()}
+        for name, param in own.items():
             found = state.get(name)
             if isinstance(found, torch.Tensor):
                 found = found.to(param.device, copy=True)

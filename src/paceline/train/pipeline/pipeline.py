@@ -20,6 +20,7 @@ from paceline.comm.group.collectives.coalesced import all_reduce_coalesced
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
+from paceline.train.module_tensors import uncompiled_key
 from paceline.train.pipeline.execution import Ending, Execution, Forms, Stage, StageTransport, Value
 from paceline.train.pipeline.program import (
     PipelineProgram,
@@ -435,8 +436,13 @@ def describe_undivided(names: Sequence[str], layers: Sequence[nn.Module], whole:
     else:
         paths = _found(names, layers, whole)
         parameters = list(whole.parameters())
-    keys = {_within(paths[name], key) for name, layer in zip(names, layers, strict=True) for key in layer.state_dict()}
-    if whole is not None and (missing := sorted(whole.state_dict().keys() - keys)):
+        paths = {name: uncompiled_key(whole, path) for name, path in paths.items()}
+    keys = {
+        _within(paths[name], uncompiled_key(layer, key))
+        for name, layer in zip(names, layers, strict=True)
+        for key in layer.state_dict()
+    }
+    if whole is not None and (missing := sorted({uncompiled_key(whole, key) for key in whole.state_dict()} - keys)):
         raise ValueError(
             f"Pipeline: none of the layers has {missing[0]!r} of the whole model; pass all of its layers, in the order "
             "in which they run"

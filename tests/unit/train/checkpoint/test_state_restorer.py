@@ -78,3 +78,68 @@ def test_what_does_not_fit_in_a_foreign_file_is_named(tmp_path: Path, into: Any)
     torch.save({"x": None}, tmp_path / "file.pt")
     with pytest.raises(dist.CheckpointError, match=rf"'x' is a {type(into).__name__} here, and a NoneType in"):
         dist.load({"x": into}, tmp_path / "file.pt")
+
+
+class Tower(nn.Module):
+    """A model with a buffer, extra state, and an attribute that has the name that torch.compile uses."""
+
+    def __init__(self, *, inner: bool = False) -> None:
+        super().__init__()
+        first = nn.Linear(2, 3)
+        self.body = nn.Sequential(torch.compile(first) if inner else first, nn.BatchNorm1d(3))
+        self._orig_mod = nn.Linear(3, 1)
+        self.steps = 0
+        if inner:
+            self.body = torch.compile(self.body)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def towers() -> dict[str, nn.Module]:
+    return {
+        "plain": Tower(),
+        "compiled": torch.compile(Tower()),
+        "compiled inside": Tower(inner=True),
+        "compiled twice": torch.compile(Tower(inner=True)),
+        "compiled wrapper": torch.compile(nn.DataParallel(Tower())),
+        "wrapper of compiled": nn.DataParallel(torch.compile(Tower())),
+    }
+
+
+def trained(model: nn.Module) -> nn.Module:
+    next(module for module in model.modules() if isinstance(module, Tower)).steps = 7
+    return model
+
+
+def values_of(tower: nn.Module) -> list[object]:
+    return [value.tolist() if isinstance(value, torch.Tensor) else value for value in tower.state_dict().values()]
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled", "compiled inside", "compiled wrapper"])
+def test_compiled_modules_have_plain_names_in_checkpoints(tmp_path, kind):
+    saved = trained(towers()[kind])
+    dist.save({"model": saved}, tmp_path / "ours")
+    dist.load(state := {"model": None}, tmp_path / "ours")
+    assert state["model"].keys() == Tower().state_dict().keys()
+    torch.save({"model": saved.state_dict()}, tmp_path / "theirs.pt")
+    for path in ("ours", "theirs.pt"):
+        for other in towers().values():
+            dist.load({"model": other}, tmp_path / path)
+            assert values_of(other) == values_of(saved)
+
+
+def test_checkpoints_with_the_names_of_the_compiler_are_loaded(tmp_path, monkeypatch):
+    """Earlier versions saved these names."""
+    saved = trained(towers()["compiled twice"])
+    monkeypatch.setattr("paceline.train.checkpoint.captured_state.uncompiled_key", lambda module, key: key)
+    dist.save({"model": saved}, tmp_path)
+    monkeypatch.undo()
+    for other in towers().values():
+        dist.load({"model": other}, tmp_path)
+        assert values_of(other) == values_of(saved)
+    with pytest.raises(dist.CheckpointError, match="belongs to another model: it lacks"):
+        dist.load({"model": torch.compile(nn.Linear(2, 2))}, tmp_path)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.elastic.training_state import digest_of_state, on_host
+from paceline.train.elastic.training_state import PendingGradients, digest_of_state, on_host
 
 
 class Mode(str, enum.Enum):
@@ -131,3 +131,15 @@ def test_memory_without_copy_on_write_is_copied_for_a_child(monkeypatch):
         tensor.zero_()
     assert captured["plain"] is plain and captured["sparse"] is sparse
     assert [tensor.tolist() for tensor in captured["others"]] == [[1, 1], [1, 1]]
+
+
+def test_pending_gradients_of_compiled_modules_have_plain_names():
+    module, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    module(torch.ones(1, 2)).sum().backward()
+    gradients = PendingGradients(torch.compile(module)).state_dict()
+    assert gradients.keys() == {"weight", "bias"}
+    for state in (gradients, {f"_orig_mod.{name}": gradient for name, gradient in gradients.items()}):
+        for into in (other, torch.compile(other)):
+            other.zero_grad()
+            PendingGradients(into).load_state_dict(state)
+            assert torch.equal(other.weight.grad, module.weight.grad)
