@@ -20,8 +20,8 @@ constexpr int kMaxFrames = 64;
 constexpr std::size_t kMaxCodes = 4096;
 constexpr std::uint32_t kMaxLines = std::uint32_t{1} << record::kLineBits;
 
-// The data recorded for a function or module: the number that the recording assigns to the name of its file (0 if the
-// file is not the user's), and the call site of each instruction that has made a call.
+// The data recorded for a function or module: the number of its file name in the recording (0 if the file is not the
+// user's), and the call site of each instruction that has made a call.
 struct CodeLines {
     nb::object held;  // the code object, whose address must not be reused
     std::uint32_t file = 0;

@@ -10,8 +10,8 @@ namespace paceline::bindings {
 // the thread's next call. Has no effect if the recorder is off. The caller holds the interpreter lock.
 void note_call_site();
 
-// Sets the function that returns the name under which a file is recorded, or None if the file is not the user's. Until
-// this is called, no call sites are recorded.
+// Sets the function that maps a file to its recorded name, or to None if the file is not the user's. Until this is
+// called, no call sites are recorded.
 void set_user_file_namer(nanobind::object name_of);
 
 }  // namespace paceline::bindings

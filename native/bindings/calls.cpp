@@ -50,7 +50,7 @@ void require_streams(const std::vector<ByteStream>& streams, std::size_t count, 
                    " bytes; each needs " + std::to_string(*nbytes));
 }
 
-// Checks the number of tensors in a call by a group whose ranks are all on one host. For all operations except
+// Checks the number of tensors in a call on a group whose ranks are all on one host. For all operations except
 // all_to_all, also checks that each tensor has `nbytes` bytes.
 void require_tensors(const Call& call, bool is_root, std::size_t size, std::uint64_t nbytes) {
     std::size_t inputs = 0;

@@ -1,4 +1,4 @@
-// Bindings of the mesh, host groups and shared tensors for paceline.comm.engine.
+// Bindings for the mesh, host groups and shared tensors, used by paceline.comm.engine.
 #include <fcntl.h>
 #include <nanobind/ndarray.h>
 

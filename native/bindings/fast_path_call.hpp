@@ -1,4 +1,4 @@
-// The fast path of a persistent call, which runs without a Python frame.
+// A fast path for persistent calls that runs without a Python frame.
 //
 // The Python subclass (paceline.comm.group.collectives.persistent) implements the slow path: its method
 // `_call_slow_path` runs instead if a check fails or a profiler is recording, and `_fail` receives the outcome of a

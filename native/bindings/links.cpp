@@ -1,4 +1,4 @@
-// Bindings of groups that run schedules over lanes, and of messages between ranks, for paceline.comm.engine.
+// Bindings for groups that run schedules over lanes and for messages between ranks, used by paceline.comm.engine.
 #include <algorithm>
 #include <chrono>
 #include <iterator>

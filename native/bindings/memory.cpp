@@ -1,4 +1,4 @@
-// Bindings of long-lived memory that the ranks of a host share.
+// Bindings for long-lived memory that the ranks on a host share.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>

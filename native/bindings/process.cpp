@@ -1,4 +1,4 @@
-// Bindings of this process's limits (cores, quotas, cgroups), for the launcher and for modules that depend on these
+// Bindings for this process's limits (cores, quotas, cgroups), used by the launcher and by modules that depend on these
 // limits.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>

@@ -1,4 +1,4 @@
-// Bindings of the recorder, for paceline.comm.record and paceline.operate.diagnosis. They have no effect while the
+// Bindings for the recorder, used by paceline.comm.record and paceline.operate.diagnosis. They have no effect while the
 // recorder is off.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

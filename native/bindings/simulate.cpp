@@ -1,4 +1,4 @@
-// Bindings of the simulation of a collective, for paceline.comm.schedule.simulation.
+// Bindings for the simulation of a collective, used by paceline.comm.schedule.simulation.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>

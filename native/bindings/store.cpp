@@ -1,4 +1,4 @@
-// Bindings of the store's server and client for paceline.comm.store. Values are bytes.
+// Bindings for the store's server and client, used by paceline.comm.store. Values are bytes.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>

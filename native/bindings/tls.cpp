@@ -1,5 +1,5 @@
-// Bindings of encrypted connections for paceline.comm.security. In Python, a connection behaves like a socket with a
-// timeout until `take` passes its ownership to the store or a lane.
+// Bindings for encrypted connections, used by paceline.comm.security. In Python, a connection behaves like a socket
+// with a timeout until `take` passes its ownership to the store or a lane.
 #include "bindings/tls.hpp"
 
 #include <fcntl.h>
@@ -103,7 +103,7 @@ class TlsConnection {
         return *session_;
     }
 
-    // Returns -1 if the other end must act first; throws if the connection is broken.
+    // Returns -1 if the operation must wait for the other end; throws if the connection is broken.
     template <class Step>
     ssize_t exchange(Step step) {
         const std::lock_guard lock(using_);

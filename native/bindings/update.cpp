@@ -1,4 +1,4 @@
-// Bindings of the optimizers that the core applies to averaged gradients.
+// Bindings for the optimizers that the core applies to averaged gradients.
 #include "update/update.hpp"
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// Bindings of the packing and unpacking kernels, for tests and measurements.
+// Bindings for the packing and unpacking kernels, used by tests and measurements.
 #include "wire/wire.hpp"
 
 #include <nanobind/stl/string.h>

@@ -27,7 +27,7 @@ Executor::~Executor() {
     messenger_.on_failure(nullptr);
 }
 
-// Returns the bytes of a slice in its buffer, or nullopt if the call's buffer lacks some of its blocks.
+// Returns the bytes of a slice in its buffer, or nullopt if the call's buffer lacks some of the slice's blocks.
 std::optional<Executor::Extent> Executor::extent_of(const Slice& slice) const {
     if (slice.length == 0) return Extent{};
     const auto& starts = starts_[static_cast<std::size_t>(slice.buffer)];

@@ -45,8 +45,8 @@ class Executor final : public Collectives {
         std::size_t offset = 0;
         std::size_t nbytes = 0;
     };
-    // The position of a step's `src` or `dst` in its buffer, and the step's progress there. Both are in bytes of that
-    // buffer, because a packed block has fewer bytes than its floats.
+    // The position of a step's `src` or `dst` in its buffer, and the step's progress there. Both are measured in bytes
+    // of that buffer, because a packed block has fewer bytes than its floats.
     struct Operand {
         std::size_t offset;
         std::size_t nbytes;

@@ -61,7 +61,7 @@ bool are_ranks(const std::vector<int>& ranks, int size) {
     return true;
 }
 
-// Returns true if this code is a reason for which a rank can break a group.
+// Returns true if this code is a valid reason for a rank to break a group.
 bool is_failure(OutcomeCode code) {
     return code == OutcomeCode::mismatch || code == OutcomeCode::timed_out || code == OutcomeCode::peer_lost ||
            code == OutcomeCode::interrupted || code == OutcomeCode::aborted;

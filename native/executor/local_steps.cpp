@@ -8,8 +8,8 @@
 namespace paceline::executor {
 namespace {
 
-// Number of bytes of floats to convert before driving the lanes again. The number is small enough for packed or
-// received data to stay in the cache, and for socket buffers not to run empty.
+// Number of bytes of floats to convert before driving the lanes again. The number is small enough that packed or
+// received data stays in the cache and that socket buffers do not run empty.
 constexpr std::size_t kAtATime = 128 << 10;
 
 }  // namespace
@@ -90,7 +90,7 @@ void Executor::convert_run(std::uint32_t step, std::uint8_t* floats, std::size_t
         wire_kernels_->add(packed, floats, count, what.final && averages_ ? lanes_.size() : 1);
 }
 
-// Converts a group that spans several tensors, by way of a contiguous copy.
+// Converts a group that spans several tensors, using a contiguous copy.
 void Executor::convert_split_group(std::uint32_t step, const TensorBytes& floats, std::size_t at, std::size_t nbytes) {
     alignas(8) std::uint8_t group[kWireGroup * sizeof(float)];
     const auto each_piece = [&](auto visit) {

@@ -41,7 +41,7 @@ constexpr StripeRange next_range(std::size_t moved, std::size_t lane, std::size_
     return {from, std::min(until, from - from % kStripe + kStripe)};
 }
 
-// Returns the length of the contiguous prefix of a striped message that has been moved. The lanes advance
+// Returns the length of the prefix of a striped message that has been moved without a gap. The lanes advance
 // independently, and later steps may use only bytes without a gap before them.
 template <class LaneStates>
 std::size_t contiguous(const LaneStates& states, std::size_t lanes, std::size_t nbytes) {

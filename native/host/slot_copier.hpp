@@ -40,7 +40,7 @@ class CopyMethodSelector {
 
   private:
     static constexpr std::size_t kKeptMeasurements = 4;  // several, because some may be disturbed by lost cores
-    static constexpr float kStreamedThreshold = 0.9F;    // streaming is used below this fraction of the cached time
+    static constexpr float kStreamedThreshold = 0.9F;    // use streaming below this ratio of streamed to cached time
 
     struct Timings {
         std::array<float, kKeptMeasurements> latest{};
@@ -87,7 +87,7 @@ class SlotCopier {
 
   private:
     static constexpr std::size_t kMin = 2 << 10;   // bytes per call below which the methods hardly differ
-    static constexpr std::size_t kSizes = 22;      // number of size classes: `kMin`, then powers of two times it
+    static constexpr std::size_t kSizes = 22;      // number of size classes: `kMin` times powers of two
     static constexpr std::size_t kOperations = 3;  // operations in which all ranks stage and read in the same way
 
     std::array<std::array<CopyMethodSelector, kSizes>, kOperations> selectors_;

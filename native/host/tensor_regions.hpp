@@ -1,6 +1,6 @@
 // The shared memory of the tensors that this process created with `empty_shared`, looked up by address.
 //
-// A region is offered to a group's peers on first use by a call of that group, and withdrawn when its tensor is freed.
+// A region is offered to a group's peers on first use in a call on that group, and withdrawn when its tensor is freed.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ std::shared_ptr<shm::Segment> create_region(std::size_t nbytes);
 // Withdraws the region from every mesh to which it was offered.
 void unregister_region(const shm::Segment& segment);
 
-// Long-lived memory that the ranks of a host map, for example for model parameters.
+// Long-lived memory that the ranks on a host map, for example for model parameters.
 struct SharedRegion {
     std::shared_ptr<shm::Segment> segment;  // nullptr, with errno set, if memory or descriptors run out
     shm::RegionId id;                       // the id that the peers pass to `HostMesh::region`

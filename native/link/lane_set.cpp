@@ -12,7 +12,7 @@ constexpr std::size_t kMaxRingBytes = 256 << 10;
 constexpr std::size_t kMinRingBytes = 4 << 10;
 constexpr std::size_t kAllRingsBytes = std::size_t{2} << 30;  // limit per group; most of this memory is never touched
 
-// The rings between the ranks of one host. The counters of all rings are followed by the bytes of all rings; rings with
+// The rings between the ranks on one host. The counters of all rings are followed by the bytes of all rings; rings with
 // the same reader are adjacent.
 class Rings {
   public:

@@ -25,7 +25,7 @@ struct Peer {
 
 class LaneSet {
   public:
-    // The ranks of one host share rings: `mesh_ranks[r]` is group rank r's mesh rank, or -1 if it is on another host.
+    // The ranks on one host share rings: `mesh_ranks[r]` is group rank r's mesh rank, or -1 if it is on another host.
     // `sockets[r]` lists the connections to group rank r on another host, with the control connection first; the set
     // takes ownership of all of them, even on failure. `id` is unique to the group and the same on every member.
     // `global_ranks[r]` is the global rank of group rank r. Returns nullptr if a member on this host has not shared its

@@ -15,7 +15,7 @@ constexpr int kMaxNodes = 128;
 constexpr int kMaxCaches = 8;  // maximum number of caches per core
 constexpr int kSharedLevel = 3;
 
-// Reads a list of cores such as "0-3,8"; returns nullopt if there is none.
+// Reads a list of cores such as "0-3,8" from a file; returns nullopt if the file cannot be read.
 std::optional<Allowed> cores_in(const std::string& path) {
     std::ifstream file(path);
     std::string line;

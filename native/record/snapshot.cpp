@@ -23,7 +23,7 @@ void copy_table(const Entry<N> (&from)[Capacity], std::uint8_t* to) {
     }
 }
 
-// Copies words of the header and of the names, which do not change once they have been stored.
+// Copies words from the header and the names, which do not change once they have been stored.
 void copy_words(const Recording& from, std::size_t offset, std::size_t nbytes, std::uint8_t* to) {
     const auto* const words = reinterpret_cast<const Word*>(reinterpret_cast<const std::uint8_t*>(&from) + offset);
     for (std::size_t i = 0; i < nbytes / sizeof(Word); ++i) {

@@ -7,8 +7,7 @@
 
 namespace paceline {
 
-// Returns true if all numbers in the array are finite. Arrays of types that gradients cannot have always count as
-// finite.
+// Returns true if all numbers in the array are finite. Always returns true for types that gradients cannot have.
 bool are_finite(const void* data, std::size_t nbytes, DType dtype);
 
 }  // namespace paceline

@@ -1,4 +1,4 @@
-// Memory shared by all ranks of a host, regardless of their groups. It records which ranks are present and how to reach
+// Memory shared by all ranks on a host, regardless of their groups. It records which ranks are present and how to reach
 // them.
 //
 // One rank creates the memory. The others receive its descriptor over authenticated connections, so every process that

@@ -1,5 +1,5 @@
-// The facilities that the ranks of a host share outside groups: the host directory (host_directory.hpp), the doorbells
-// that wake other ranks, and the memory regions offered to other ranks.
+// The facilities that the ranks on a host share outside of groups: the host directory (host_directory.hpp), the
+// doorbells that wake other ranks, and the memory regions offered to other ranks.
 //
 // The number of open sockets does not depend on the number of ranks. To map a region of this rank, another rank
 // connects to its listening socket, presents the directory's key, and receives the region's descriptor or the answer

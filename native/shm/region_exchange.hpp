@@ -1,4 +1,4 @@
-// The sockets with which the ranks of a host wake each other and exchange memory regions.
+// The sockets that the ranks on a host use to wake each other and to exchange memory regions.
 #pragma once
 
 #include <array>
@@ -16,8 +16,8 @@ namespace paceline::shm {
 using RegionId = std::uint64_t;
 using SocketName = std::array<char, kNameBytes>;
 
-// A request from one rank to another: to send a region, either for one use (`fetch`) or to be cached (`cache`), or to
-// drop a cached region that belongs to the sender (`evict`).
+// A request from one rank to another. `fetch` requests a region for a single use, and `cache` requests a region to be
+// cached. `evict` asks the receiver to drop a cached region that belongs to the sender.
 struct RegionRequest {
     enum class Kind : std::uint32_t { fetch = 1, cache = 2, evict = 3 };
 

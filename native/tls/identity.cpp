@@ -6,7 +6,7 @@
 namespace paceline::tls {
 namespace {
 
-// OpenSSL settings that are defined as macros in its headers.
+// Settings that OpenSSL's headers define as macros.
 constexpr int kEd25519 = 1087;
 constexpr int kSetMode = 33, kSetSessionCacheMode = 44, kSetMinVersion = 123, kSetMaxVersion = 124;
 constexpr long kTls13 = 0x0304;

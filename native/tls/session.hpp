@@ -22,7 +22,7 @@ enum class ConnectionRole { connecting, accepting };
 struct BioSocket {
     int descriptor;
     bool ended = false;        // the peer has closed the connection
-    bool takes_all = false;    // buffer in `kept` the bytes that the socket does not accept
+    bool takes_all = false;    // whether to buffer in `kept` the bytes that the socket does not accept
     std::vector<char> kept{};  // at most a key update
 };
 

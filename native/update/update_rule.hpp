@@ -35,14 +35,14 @@ struct UpdateFactors {
     double l2 = 0;      // L2 penalty: multiple of the parameter to add to its gradient
     double shrink = 1;  // factor by which the parameter is multiplied (decoupled weight decay)
     double lr = 0;      // SGD's learning rate, or Adam's divided by the bias correction of its first average
-    // Adam's first average or SGD's momentum: the factors of the old value and of the gradient
+    // Adam's first average or SGD's momentum: the factors for the old value and the gradient
     double first_kept = 0;
     double first_added = 0;
     bool nesterov = false;
-    // Adam's average of squares: the factors of the old value and of the squared gradient
+    // Adam's average of squares: the factors for the old value and the squared gradient
     double second_kept = 0;
     double second_added = 0;
-    double root_scale = 1;  // factor of the root of the average of squares
+    double root_scale = 1;  // factor for the square root of the average of squares
     double eps = 0;
 };
 

@@ -21,7 +21,7 @@ _MOST_SHOWN = 100  # characters
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 STARTERS = ("paceline/operate/launch/workers/bootstrap.py", "paceline/operate/launch/workers/template.py", "runpy.py")
-"""Suffixes of the paths of files that run a script."""
+"""Path suffixes of files that run a script."""
 
 
 def and_more(names: Sequence[object], most: int) -> str:
@@ -37,7 +37,7 @@ def and_more(names: Sequence[object], most: int) -> str:
 
 
 def short_repr(value: object) -> str:
-    """Returns the `repr` of a simple value, and a description of the type of any other value, for an error message.
+    """Returns text for an error message: the `repr` of a simple value, or the type of any other value.
 
     The `repr` of a tensor is avoided because it reads all values, and crashes the process if the memory has been freed.
 
@@ -111,7 +111,7 @@ class _TimedOut(PacelineError):
 
 
 class OutOfDescriptorsError(PacelineError, OSError):
-    """This process has reached its limit of open files and sockets; the message reports the limit."""
+    """This process has reached its limit on open files and sockets; the message reports the limit."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

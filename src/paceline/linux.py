@@ -165,7 +165,7 @@ def waits_for_stdin(pid: int, root: str = "/proc") -> bool:
     except OSError:
         return False
     read, *selects = _STDIN_CALLS.get(os.uname().machine, (-1,))
-    if len(words) < 2 or not words[0].isdecimal():  # the process is running, or in no system call
+    if len(words) < 2 or not words[0].isdecimal():  # the process is running, or is not in a system call
         return False
     # A line editor calls select or pselect6 with a first argument of 1, so it waits for descriptor 0 only.
     return (int(words[0]), int(words[1], 16)) in [(read, 0), *((select, 1) for select in selects)]

@@ -253,7 +253,7 @@ def export_model(options: argparse.Namespace) -> int:
 
 
 def exported_names(tensors: list[str], entry: str) -> dict[str, str]:
-    """Maps the names of the tensors in a top-level entry of the state to their names relative to that entry.
+    """Maps the names of the tensors under a top-level entry of the state to their names relative to that entry.
 
     Of the tensors that each rank saved separately, only those of rank 0 are exported.
 

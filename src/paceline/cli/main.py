@@ -1,7 +1,7 @@
 """The `paceline` command line: its parser, the dispatch of subcommands, and the short subcommands.
 
 `run` and `join` are in `operate/launch/command.py`. Longer subcommands are in separate modules and are imported only
-when they run, because the imports of this module delay the start of every job.
+when they run, because the imports in this module delay the start of every job.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _ranks(rows: Sequence[Picture], width: int, room: int, is_colored: bool) -> 
 
 @dataclass(frozen=True)
 class RankColumn:
-    """A column of the table of ranks: its heading, its minimum width (negative to align left), and a row's text."""
+    """A column in the rank table: its heading, minimum width (negative to align left), and text for a given row."""
 
     head: str
     width: int

@@ -240,7 +240,7 @@ class CallQueue:
 
         Args:
             device: The index of the CUDA device on which to allocate zeros for reductions of CUDA tensors. If negative,
-                the thread's current device, which is the one that the rank's earlier calls used.
+                the thread's current device is used, as in the rank's earlier calls.
         """
         if device < 0 and torch.cuda.is_initialized():
             device = torch.cuda.current_device()  # here, because another thread may execute the call
@@ -325,7 +325,7 @@ class CallQueue:
             request.future.set_exception(error)
 
     def _agree(self, request: CallRequest[Result]) -> None:
-        """Waits until every rank is ready for the same call or, if it waits in `join`, has the shapes of its zeros.
+        """Waits until every rank is ready for the same call; sends ranks in `join` the shapes of their zeros.
 
         Raises:
             CollectiveMismatchError: the calls differ, or a rank is waiting in `join` and cannot contribute to this

@@ -1,6 +1,6 @@
 """Collectives that preserve the shapes of tensors (all-reduce, broadcast), with compression, and `barrier` and `join`.
 
-Calls are matched between ranks by their order, not by `name`. A mismatch of names or shapes raises an error that lists
+Calls are matched between ranks by their order, not by `name`. A mismatch in names or shapes raises an error that lists
 the calls of all ranks. Gradients are defined as in Horovod: the backward pass of a sum or average applies the same
 reduction to the gradients, and the backward pass of a broadcast averages them on the root. Other functions broadcast
 parameters, optimizer states and objects, or gather objects from all ranks.

@@ -179,7 +179,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class _Distributed(torch.optim.Optimizer):
-    """The methods with which `DistributedOptimizer` extends the optimizer's class."""
+    """The methods that `DistributedOptimizer` adds to the optimizer's class."""
 
     _reducer: HorovodGradientReducer | None
     _synchronizes: bool

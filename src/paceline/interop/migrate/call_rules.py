@@ -52,7 +52,7 @@ def variables_in(node: cst.CSTNode) -> set[str]:
 
 @dataclass(frozen=True)
 class BackendReplacements:
-    """Replacements of backend names outside calls that create groups."""
+    """Replacements for backend names outside calls that create groups."""
 
     found: dict[cst.CSTNode, cst.BaseExpression]
     shows_values: bool  # whether the file assigns values to the variables in group arguments

@@ -108,7 +108,7 @@ TELLING_WORDS = (
     *((name.rpartition(".")[2],) for name in _RENAMED),
     *((library, *part.split(".")) for library in _GROUP_USERS for part in _PARTS_WITH_GROUPS.get(library, ("",))),
 )
-"""Groups of words; a file to which `is_migrated` or `group_user` applies contains all words of one group."""
+"""Groups of words; a file to which `is_migrated` or `group_user` applies contains all words in at least one group."""
 
 
 def is_migrated(name: str) -> bool:

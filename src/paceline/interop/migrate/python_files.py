@@ -55,7 +55,8 @@ class FileSummary:
     Attributes:
         needs_migration: True if the file may have to be rewritten. The check ignores scopes, so it may be True for a
             file that needs no migration. It is also True for files that this version of Python cannot parse.
-        group_user: The line of the first use of a library that uses torch's default group, and that library, or None.
+        group_user: The line at which the file first uses a library that relies on torch's default group, and the
+            library; None if it uses no such library.
     """
 
     needs_migration: bool

@@ -261,9 +261,9 @@ class Edits:
 
     Attributes:
         module: The parsed file.
-        expressions: The replacements of expressions.
+        expressions: The replacements for expressions.
         arguments: The arguments to add to calls.
-        imports: The replacements of import statements.
+        imports: The replacements for import statements.
         comments: The reasons to write in a comment above each statement.
         modules: The additional modules to import.
     """

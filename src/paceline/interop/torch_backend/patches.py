@@ -7,7 +7,7 @@
   creates its default group again would find the addresses of earlier processes, so each rendezvous after the first uses
   its own key prefix. The replacement also prevents torch from using the launcher's store for other addresses; for such
   addresses, rank 0 serves a store, as without a launcher.
-- `record_store_waits`: a program that waits for a key of a store makes no call that is recorded. The replacements for
+- `record_store_waits`: a program that waits for a key in a store makes no call that is recorded. The replacements for
   the store's methods record the key of a long wait, so that the launcher can report it.
 """
 
@@ -34,7 +34,7 @@ from paceline import _core
 
 _STORE_FACTORY = "_create_c10d_store"
 _LONGEST_PAUSE_S = 0.25
-_SHORT_WAIT_S = 2.0  # shorter waits for a store are not recorded
+_SHORT_WAIT_S = 2.0  # shorter waits on a store are not recorded
 _GLOO, _OURS = "gloo", "paceline"
 _MIXES_FROM = (2, 14)  # the first PyTorch release that permits a Python backend in a combination of backends
 _GROUP_FACTORY = "_new_process_group_helper"
@@ -162,7 +162,7 @@ def replace_store_factory() -> None:
 
 @functools.cache
 def record_store_waits() -> None:
-    """Makes the methods with which a program waits for keys of torch's stores record these keys. Idempotent."""
+    """Patches torch's stores so that methods that wait for keys record these keys. Idempotent."""
     for name in ("get", "wait", "multi_get", "queue_pop"):
         setattr(c10d.Store, name, _recorded(getattr(c10d.Store, name)))
 
@@ -185,7 +185,7 @@ def _is_called_by_main_program() -> bool:
 
 
 class _StoreWait:
-    """A wait for keys of torch's store. A timer records the wait if it is long, because the wait blocks its thread."""
+    """A wait for keys in torch's store. A timer records the wait if it is long, because the wait blocks its thread."""
 
     def __init__(self, method: str, keys: str | Sequence[str]) -> None:
         self._method, self._keys = method, [keys] if isinstance(keys, str) else list(keys)

@@ -200,7 +200,7 @@ def _replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
 
 @eager_methods
 class TorchProcessGroup(torch_dist.ProcessGroup):
-    """A process group, created by torch.distributed's `init_process_group` and `new_group`.
+    """A process group created by torch.distributed's `init_process_group` or `new_group`.
 
     PyTorch reads names, ranks and devices from a group's backend; this group is its own backend. After a failure, a
     group can be aborted, shrunk, or given different ranks with `reconfigure`.

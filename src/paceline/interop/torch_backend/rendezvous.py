@@ -153,7 +153,7 @@ OTHER_DEVICES = (
     "release 2.14, PyTorch creates only one backend of a mixture such as 'cpu:paceline,cuda:nccl' if that backend is "
     "written in Python), or "
 )
-_SHORTEST_PATIENCE = timedelta(seconds=10)  # minimum patience, because processors may be busy at startup
+_SHORTEST_PATIENCE = timedelta(seconds=10)  # minimum time to wait, because processors may be busy at startup
 _SECRET_KEY = "paceline/secret"
 _SECRET_VARIABLE = "PACELINE_SECRET"
 _OWN = "own"  # published instead of a new secret if the job already has a secret

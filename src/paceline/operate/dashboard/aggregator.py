@@ -260,7 +260,7 @@ class StragglerWatch:
     """Searches the latest steps for stragglers whenever enough new steps have been added.
 
     Args:
-        steps_kept: the number of latest steps to search.
+        steps_kept: the number of most recent steps to search.
     """
 
     def __init__(self, steps_kept: int) -> None:
@@ -293,7 +293,7 @@ class DashboardAggregator:
     """Aggregates consecutive samples into the dashboard's state.
 
     Args:
-        steps_kept: the number of latest steps to keep in the state.
+        steps_kept: the number of most recent steps to keep in the state.
         steps_averaged: the number of most recent steps to average. Steps with a stall are excluded.
     """
 

@@ -190,7 +190,7 @@ def _worker_of(fd: int) -> _RecordedWorker | None:
 
 
 _ATTEMPT = re.compile(r"attempt_(\d+)")
-_LAST_LINES = 400  # number of latest output lines to read, per rank and stream
+_LAST_LINES = 400  # number of most recent output lines to read, per rank and stream
 _STEPS_KEPT = 2000
 
 

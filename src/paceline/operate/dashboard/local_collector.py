@@ -30,7 +30,7 @@ TOTAL_STEPS = "total_steps"
 """The name under which a program logs its total number of steps (once)."""
 
 _SILENT_S = 10.0
-_PENDING_CALLS = 64  # number of latest calls that are read, in addition to those that have not ended
+_PENDING_CALLS = 64  # number of most recent calls to read, in addition to those that have not ended
 _OWED_S = 5.0  # the calls of all ranks are read if a rank has been waiting for this long
 _WAITING_S = 1.0  # an open call is shown as the rank's activity after this time
 _STEPS_A_SECOND = 64  # limit on the steps read over all ranks; above it, only every 2nd, 4th, ... step is read

@@ -226,7 +226,7 @@ class EntryRing:
         self._incomplete: set[int] = set()
 
     def reset(self, offset: int, capacity: int) -> None:
-        """Restarts from the first entry, with the ring at an offset in the recording."""
+        """Restarts from the first entry of a ring that begins at `offset` in the recording."""
         self._offset, self._capacity = offset, capacity
         self._next = 0
         self._incomplete.clear()

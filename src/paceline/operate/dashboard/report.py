@@ -33,7 +33,7 @@ MODULES = (
     "lists.js",
     "view.js",
 )
-"""The scripts shared by the page and the report, ordered such that each follows the scripts that it imports."""
+"""The scripts shared by the page and the report, ordered so that each follows the scripts that it imports."""
 
 _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)

@@ -1,6 +1,7 @@
 """Parsing of the options `--elastic`, `--min-workers`, `--preload` and `--chaos`.
 
-`actions_of` generates chaos actions from a seed, without processes or a clock. `chaos_runner.py` performs the actions.
+`actions_of` generates chaos actions from a seed and uses neither processes nor a clock. `chaos_runner.py` performs the
+actions.
 """
 
 from __future__ import annotations

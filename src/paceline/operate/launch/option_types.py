@@ -34,7 +34,7 @@ def streams_of(chosen: StreamsOfRanks, local_rank: int) -> Streams:
 
 
 def parse_workers(text: str) -> int:
-    """Parses a number of workers, `gpu`, `cpu` or `auto`. `gpu` may be 0, because other machines may have GPUs."""
+    """Parses a number of workers, `gpu`, `cpu` or `auto`. `gpu` can yield 0, because other machines may have GPUs."""
     if text in ("auto", "gpu"):
         gpus = count_gpus()
         return gpus or (allowed_cores() if text == "auto" else 0)

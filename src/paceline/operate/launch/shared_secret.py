@@ -8,7 +8,7 @@ Slurm does not provide a common secret for the tasks of a step, but the tasks sh
 which the job was submitted, and the home directory. Launcher 0 creates the secret and writes it to both directories,
 because either directory may be local to its machine. Only the user can read the file (mode 0600), and readers reject a
 file with a different owner. The file's name contains all variables by which Slurm distinguishes steps, including the
-steps of requeued jobs and of jobs with reused numbers.
+steps of requeued jobs and of jobs whose IDs are reused.
 """
 
 from __future__ import annotations

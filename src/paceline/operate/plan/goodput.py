@@ -18,7 +18,7 @@ from paceline.operate.plan.simulated_job import EventTimes, JobOutcome, MeanTime
 
 _NEVER_S = 1e12
 _MOST_MACHINES, _MOST_PER_MACHINE = 16, 2
-"""Limits on the simulated machines and workers per machine. In larger jobs, each simulated one represents several."""
+"""Limits on the numbers of simulated machines and of workers per machine. Above them, each represents several."""
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|h|d)")
@@ -95,7 +95,7 @@ def goodput(
 def play(
     nodes: int, per_node: int, times: EventTimes, failures: MeanTimesBetweenFailures, seed: int, most: int
 ) -> JobOutcome:
-    """Simulates a job until `most` failures have happened."""
+    """Simulates a job until `most` failures have occurred."""
     machines, per_machine = min(nodes, _MOST_MACHINES), min(per_node, _MOST_PER_MACHINE)
     fold, workers = nodes / machines, nodes * per_node
     scaled = MeanTimesBetweenFailures(failures.worker_s * machines * per_machine / workers, failures.machine_s / fold)

@@ -2,7 +2,7 @@
 
     python -m paceline.operate.plan.measure_worker SETTINGS SCRIPT ARGS...
 
-SETTINGS is a `MeasureSettings` as JSON. The program measures all-reduces on one host, the links between the ranks of
+SETTINGS is a `MeasureSettings` as JSON. The program measures all-reduces on one host, the links between the ranks on
 this host, and the links between all pairs of hosts. The process exits after the last measured step and skips the
 script's final actions, such as saving a model. Ranks that run at the same time each form a world of size 1, so they
 synchronize through files.
@@ -43,11 +43,11 @@ from paceline.operate.plan.step_watch import (
 MOST_HOSTS = 32
 """The maximum number of hosts for measuring all pairs. With more hosts, only the first two are measured."""
 
-_BUDGET_S = 2.0  # time limit for the short messages on a link; the same limit applies to the long messages
+_BUDGET_S = 2.0  # time limit for the short messages on a link, and separately for the long messages
 _ALL_ROUNDS_S = 30.0  # time limit for all measurements between hosts
 _SHORT_MESSAGES = 100
 _LONGEST_NBYTES = 64 << 20
-_LONG_S = 0.2  # minimum duration of the messages that measure a rate, unless they have the maximum size
+_LONG_S = 0.2  # messages that measure a rate grow until they take this long or reach the maximum size
 _HOST_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _HOST_CALLS_S = 0.2
 
@@ -179,7 +179,7 @@ def _repeated(measure: Callable[[], float], most: int, deadline: float) -> list[
 
 
 def _host_calls(here: Sequence[int]) -> tuple[HostCall, ...]:
-    """Measures all-reduces among the ranks of one host; ranks on other hosts only participate in creating the group."""
+    """Measures all-reduces among the ranks on one host; ranks on other hosts only participate in creating the group."""
     group = paceline.new_group(list(here))
     if paceline.get_rank() not in here:
         return ()

@@ -58,7 +58,8 @@ class EventTimes:
         repair_s: the time until another machine replaces a lost machine.
         copying_s: the time until a new worker has the state.
         slowness: the factor by which steps slow down while a new worker copies the state; at least 1.
-        replaying: the time that a new worker takes to replay one step made during the copy, as a fraction of a step.
+        replaying: the time that a new worker takes to replay one step completed during the copy, as a fraction of a
+            step.
         saving_s: the time by which a checkpoint delays training.
         restarting_s: the time until all workers run again and have loaded a checkpoint.
     """
@@ -116,7 +117,7 @@ class SimulatedWorker:
     """A process of the job. Its state is starting, ready, learning, caught up, forming, working, broken or gone.
 
     `trains` is set once the process has been in a view that all members entered. The process takes a snapshot for each
-    entry of `transfers` at the end of the step.
+    entry in `transfers` at the end of the step.
     """
 
     __slots__ = ("group", "job", "latest", "machine", "state", "trains", "transfer", "transfers", "uid")

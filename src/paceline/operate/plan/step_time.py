@@ -1,10 +1,10 @@
 """StepTime: the duration of one step of data-parallel training, with its exposed communication time.
 
-A step on a rank is data loading, forward and backward passes, the optimizer's step and other work, in sequence. Buckets
-are averaged one at a time and strictly in order, as in `train/ddp/reducer.py`. Each bucket except the last can be
-averaged during the backward pass, as soon as it is full. The last bucket is averaged after the backward pass.
-`CallTimes` computes the durations of collectives by simulating a network or by interpolating between measurements on
-one host.
+A step on a rank consists of data loading, forward and backward passes, the optimizer's step and other work, in
+sequence. Buckets are averaged one at a time and strictly in order, as in `train/ddp/reducer.py`. Each bucket except the
+last can be averaged during the backward pass, as soon as it is full. The last bucket is averaged after the backward
+pass. `CallTimes` computes the durations of collectives by simulating a network or by interpolating between measurements
+on one host.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class CapturedState:
         values: the plain values that are the same on every rank, or that only this rank has.
         objects: the objects that are compared between ranks, and saved separately for each rank if they differ.
         layers: the names of this rank's layers and the total number of layers, by pipeline name.
-        layouts: the layouts of the parameters of modules and optimizers.
+        layouts: the layouts of the parameters in modules and optimizers.
     """
 
     is_first: bool = True

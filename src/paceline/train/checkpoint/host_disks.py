@@ -232,7 +232,7 @@ def _spread(
 def open_spread(
     root: Root, spread: SpreadCheckpoint, channel: CollectiveChannel
 ) -> Iterator[Checkpoint | AbsentCheckpoint]:
-    """Opens the checkpoint on this rank's disk for the duration of a `with` block; every rank calls this.
+    """Opens the checkpoint on this rank's disk for the duration of a `with` block; every rank must call this.
 
     Raises:
         CheckpointError: a rank could not open it; raised on every rank.

@@ -57,18 +57,18 @@ def load(
     group: ProcessGroup | None = None,
     shared: bool = True,
 ) -> int | None:
-    """Loads a checkpoint into `state`; every rank calls this. A different number of ranks may have saved it.
+    """Loads a checkpoint into `state`; every rank must call this. The number of ranks may differ from the save.
 
     Modules, optimizers, tensors and all other objects with `load_state_dict` are restored in place, and plain values
     are replaced in the dict. Data that all ranks need is read once, by one of the ranks, and sent to the others. If
     state is divided among the ranks, for example by ZeRO, each rank reads only its own part.
 
     Args:
-        state: the objects, by the names under which they were saved; some names may be missing. A value of None is
-            replaced with the saved value. The saved value of an object is the result of its `state_dict`.
-        path: the directory that was passed to `save`, to load its newest complete checkpoint; a single checkpoint in
-            that directory; or a checkpoint from another library (a file written by `torch.save`, a directory written by
-            `torch.distributed.checkpoint`, or a safetensors file).
+        state: the objects, by the names under which they were saved; not all saved names need to be included. A value
+            of None is replaced with the saved value. The saved value of an object is the result of its `state_dict`.
+        path: the directory that was passed to `save`, whose newest complete checkpoint is loaded; a single checkpoint
+            in that directory; or a checkpoint from another library (a file written by `torch.save`, a directory written
+            by `torch.distributed.checkpoint`, or a safetensors file).
         strict: whether everything in the state must be in the checkpoint, and whether modules must have the same
             parameters. A module without parameters, buffers or extra state may be missing. Default: True.
         group: the ranks that load, or None for the default group. A process without a group loads alone. Default: None.

@@ -54,7 +54,7 @@ class CheckpointManager:
         asynchronous: whether training continues while a checkpoint is written. Default: True.
         group: the ranks that save, or None for the default group. Default: None.
         shared: whether all ranks share the disk. If False, each host stores the parts of its own ranks, and ranks fetch
-            parts that are missing on their disk from other ranks. Elastic jobs do not support False. Default: True.
+            the parts that their disk lacks from other ranks. Elastic jobs do not support False. Default: True.
         peer_copies: the number of other hosts whose launchers keep a copy of each part in memory, in addition to the
             launcher on the rank's own host. If 0, no copies are kept. `restore` loads the newest complete checkpoint,
             whether in memory or on disk. Requires that all ranks were started by `paceline run`. Default: 0.
@@ -122,7 +122,7 @@ class CheckpointManager:
         return self._every is None or step % self._every == 0
 
     def save(self, step: int, state: TrainingState, *, force: bool = False) -> bool:
-        """Saves `state` if a checkpoint is due; every rank calls this in each step.
+        """Saves `state` if a checkpoint is due; every rank must call this in each step.
 
         Args:
             step: the index of the completed step.
@@ -157,7 +157,7 @@ class CheckpointManager:
         return is_saved
 
     def restore(self, state: TrainingState) -> int | None:
-        """Loads the newest complete checkpoint into `state` (see `paceline.load`); every rank calls this.
+        """Loads the newest complete checkpoint into `state` (see `paceline.load`); every rank must call this.
 
         Reports newer checkpoints that were skipped, and the reasons, on stderr. With `peer_copies`, it also reports
         whether the checkpoint was loaded from memory.

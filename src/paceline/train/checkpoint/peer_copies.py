@@ -1,6 +1,6 @@
 """Replicas of checkpoints in the memory of launchers. `CheckpointManager` writes and restores these replicas.
 
-`replicate.py` defines the steps of a replication, and `peer_memory` the protocol of the launchers.
+`replicate.py` defines the steps of a replication, and `peer_memory` defines the protocol that launchers use.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PeerCopies:
         return 0 if self._whole is None else self._whole[0] + 1
 
     def sender(self, plan: SavePlan, channel: CollectiveChannel) -> Callable[[], None] | None:
-        """Returns a function that replicates a checkpoint in a separate thread; every rank calls this.
+        """Returns a function that replicates a checkpoint in a separate thread; every rank must call this.
 
         Args:
             plan: the plan for this rank's part. The plan's memory must not change during the replication.
@@ -152,7 +152,7 @@ class PeerCopies:
     def restore(
         self, state: TrainingState, channel: CollectiveChannel, newest_on_disk: Callable[[], int]
     ) -> LoadResult | None:
-        """Loads the newest complete replica, unless a newer checkpoint is on disk; every rank calls this.
+        """Loads the newest complete replica, unless a newer checkpoint is on disk; every rank must call this.
 
         Args:
             newest_on_disk: a function that returns the sequence number of the newest complete checkpoint on disk. Every

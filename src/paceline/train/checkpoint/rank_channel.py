@@ -149,7 +149,7 @@ def _prefixed(me: str, text: str) -> bytes:
 
 
 def results_of_all(work: Callable[[], bytes], channel: CollectiveChannel) -> list[bytes]:
-    """Calls `work` and returns the results of all ranks; every rank calls this.
+    """Calls `work` and returns the results of all ranks; every rank must call this.
 
     Raises:
         CheckpointDamagedError, CheckpointError: a rank's work failed; raised on every rank.
@@ -158,7 +158,7 @@ def results_of_all(work: Callable[[], bytes], channel: CollectiveChannel) -> lis
 
 
 def result_of_first(work: Callable[[], bytes], channel: CollectiveChannel) -> bytes:
-    """Calls `work` on rank 0 and returns its result on every rank; every rank calls this.
+    """Calls `work` on rank 0 and returns its result on every rank; every rank must call this.
 
     Raises:
         CheckpointDamagedError, CheckpointError: the work failed; raised on every rank.
@@ -298,5 +298,5 @@ class StoreChannel:
 
 
 def background_channel(channel: GroupChannel, token: str) -> StoreChannel:
-    """Returns a channel for one background thread on each rank; every rank calls this in its training thread."""
+    """Returns a channel for one background thread on each rank; every rank must call this in its training thread."""
     return StoreChannel(channel.group, default_world().store, token, to_seconds(channel.group.timeout))

@@ -110,7 +110,7 @@ class LoadPlan:
     ) -> None:
         """Requests that a tensor, or a region of it, be read into `target`.
 
-        If each rank saved its own tensor, that of this rank is read, or that of rank 0 if this rank saved none.
+        If each rank saved its own tensor, this rank's tensor is read, or rank 0's tensor if this rank saved none.
 
         Args:
             name: the name of the tensor.
@@ -169,8 +169,8 @@ class LoadPlan:
     def tree(self, name: str, *, by_all: bool = True) -> Callable[[], Any]:
         """Requests the tree with this name; returns a function that returns the tree once it has been read.
 
-        If each rank saved its own tree, the tree of this rank is read, or that of rank 0 if this rank saved none. For
-        an object that was saved in parts, such as a module, the tree is a dict like the result of `state_dict`.
+        If each rank saved its own tree, this rank's tree is read, or rank 0's tree if this rank saved none. For an
+        object that was saved in parts, such as a module, the tree is a dict like the result of `state_dict`.
 
         Args:
             name: the name of the tree.
@@ -235,7 +235,7 @@ class _OwnedRange:
 
 
 def fill(plan: LoadPlan, channel: CollectiveChannel) -> None:
-    """Reads all requested regions from a disk that all ranks share; every rank calls this.
+    """Reads all requested regions from a disk that all ranks share; every rank must call this.
 
     Raises:
         CheckpointError: the ranks' `by_all` requests differ, or a rank could not read a file.
@@ -344,7 +344,7 @@ class PieceRequest:
 
 
 def fetch(plan: LoadPlan, holders: Mapping[str, Sequence[int]], channel: CollectiveChannel) -> None:
-    """Reads all requested regions from the disks of several hosts; every rank calls this.
+    """Reads all requested regions from the disks of several hosts; every rank must call this.
 
     The ranks first exchange their requests, and then the pieces in rounds. In each round, every rank sends to one rank
     and receives from one rank.

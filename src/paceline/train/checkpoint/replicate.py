@@ -2,7 +2,7 @@
 
 Every rank writes its part into the caches on its own host and on the following hosts (`targets`). Once all ranks have
 written their parts, all caches receive the manifest. A replica is valid once any cache has the manifest. If a rank dies
-at any point, the previous replicas are intact, because caches keep them until the next replication begins.
+at any point, the previous replicas remain intact, because caches keep them until the next replication begins.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Replication:
 def replicate_checkpoint(
     replication: Replication, channels: tuple[RankChannel, RankChannel], dial: Callable[[str], CacheClient]
 ) -> None:
-    """Replicates a checkpoint into caches, and returns when all of them have it; every rank calls this.
+    """Replicates a checkpoint into caches, and returns when all of them have it; every rank must call this.
 
     The replication takes two rounds: all ranks first write their parts and then the manifest. Rank 0 broadcasts the
     outcome of each round even if it could not gather the ranks' results, because the other ranks wait for the
@@ -214,7 +214,7 @@ class ReplicaSource:
         self._client_of = client_of
 
     def describe(self, name: str = "") -> str:
-        """Returns the description of the checkpoint or one of its files, for error messages."""
+        """Returns the description of the checkpoint or of one of its files, for error messages."""
         return f"{self._root} in memory" + (f": {name}" if name else "")
 
     def free_nbytes(self) -> int | None:

@@ -63,7 +63,7 @@ def save(
     asynchronous: bool = False,
     shared: bool = True,
 ) -> SaveHandle | None:
-    """Saves the state of a training loop as a checkpoint in the directory `path`; every rank calls this.
+    """Saves the state of a training loop as a checkpoint in the directory `path`; every rank must call this.
 
     Every rank writes an equal share of the state that all ranks have, such as a model's parameters. Each rank also
     writes its own part of divided state, such as ZeRO shards or the layers of a `Pipeline`. The checkpoint becomes
@@ -84,7 +84,7 @@ def save(
         asynchronous: whether to return once the state has been copied. A low-priority thread then writes the copy, and
             the next save waits for it. Default: False.
         shared: whether all ranks share the disk. If False, each host stores the parts of its own ranks, and `load` with
-            `shared=False` fetches parts that are missing on a host from other hosts. Default: True.
+            `shared=False` fetches the parts that a host lacks from other hosts. Default: True.
 
     Returns:
         A handle with the methods `wait` and `done` if `asynchronous` is True, else None.
@@ -107,7 +107,7 @@ def save(
 
 
 def write(root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel) -> None:
-    """Writes this rank's part and publishes the checkpoint; every rank calls this.
+    """Writes this rank's part and publishes the checkpoint; every rank must call this.
 
     Raises:
         CheckpointError: a rank failed; raised on every rank.
@@ -116,12 +116,12 @@ def write(root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel) -> 
 
 
 def write_later(root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel) -> SaveHandle:
-    """Copies this rank's part, and starts a thread that writes the copy; every rank calls this."""
+    """Copies this rank's part, and starts a thread that writes the copy; every rank must call this."""
     return write_staged(root, staged(root, plan, channel), keep, channel)
 
 
 def staged(root: Root, plan: SavePlan, channel: CollectiveChannel) -> SavePlan:
-    """Returns the plan with copies of the regions that this rank writes; every rank calls this.
+    """Returns the plan with copies of the regions that this rank writes; every rank must call this.
 
     Raises:
         CheckpointError: a rank has too little memory for its copy; raised on every rank.
@@ -144,7 +144,7 @@ def staged(root: Root, plan: SavePlan, channel: CollectiveChannel) -> SavePlan:
 def write_staged(
     root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel, beside: Callable[[], None] | None = None
 ) -> SaveHandle:
-    """Starts a thread that writes a staged plan, and returns its handle; every rank calls this.
+    """Starts a thread that writes a staged plan, and returns its handle; every rank must call this.
 
     Args:
         beside: a function that another thread runs at the same time, or None. It must not raise an error.

@@ -83,7 +83,7 @@ def plan_save(
     disks: Disks | None = None,
     least_sequence: int = 0,
 ) -> SavePlan:
-    """Returns this rank's plan and begins the checkpoint; every rank calls this.
+    """Returns this rank's plan and begins the checkpoint; every rank must call this.
 
     Args:
         disks: the disks of the hosts, or None if all ranks share one. Default: None.
@@ -140,7 +140,7 @@ def plan_save(
 
 
 def agreed_numberings(state: TrainingState, channel: CollectiveChannel) -> dict[str, Numbering]:
-    """Returns the numberings of the pipeline optimizers, by name; every rank calls this.
+    """Returns the numberings of the pipeline optimizers, by name; every rank must call this.
 
     Raises:
         CheckpointError: the ranks' optimizers or parameter groups differ; raised on every rank.

@@ -193,7 +193,7 @@ class OptimizerRestorer:
     Args:
         plan: the plan to which the requests are added.
         numberings: the numberings of the pipeline optimizers, by name.
-        layouts: the layouts of the parameters of the state.
+        layouts: the layouts of the parameters in the state.
     """
 
     def __init__(self, plan: LoadPlan, numberings: Mapping[str, Numbering], layouts: ParameterLayouts) -> None:
@@ -318,7 +318,7 @@ _PREFIX = "module."  # the prefix that DistributedDataParallel adds to each name
 def load_foreign(
     state: TrainingState, foreign: ForeignCheckpoint, numberings: Mapping[str, Numbering], *, strict: bool
 ) -> None:
-    """Loads a foreign checkpoint into `state`; every rank calls this.
+    """Loads a foreign checkpoint into `state`; every rank must call this.
 
     If the checkpoint is itself the `state_dict` of a model, it is loaded into the only module in `state`. If a model is
     divided among ranks, each rank loads its part.
@@ -327,7 +327,7 @@ def load_foreign(
         state: the objects, by the names under which they were saved.
         foreign: the checkpoint from another library.
         numberings: the numberings of the pipeline optimizers, by name.
-        strict: the argument `strict` of `paceline.load`.
+        strict: the `strict` argument to `paceline.load`.
 
     Raises:
         CheckpointError: an object in `state` is not in the checkpoint, or does not match it.

@@ -435,7 +435,7 @@ class RunningJobAnnouncer:
         self._thread.join()
 
     def _run(self) -> None:
-        listens_there = -1  # number of the job's machine that last responded
+        listens_there = -1  # number of the machine in the job that last responded
         while not self._closed.wait(self._pause_s):
             self._pause_s = _PAUSE_S
             running = self._running()

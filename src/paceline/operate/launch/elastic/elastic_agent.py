@@ -468,12 +468,12 @@ class WorkerExits:
         self._say(f"{self._verdict(member, code, fate, failure)}; {follows}")
 
     def forget(self, member: PoolWorker) -> None:
-        """Releases the resources of a worker that has exited."""
+        """Releases the resources held for a worker that has exited."""
         if (recording := self._recordings.pop(member.uid, None)) is not None:
             os.close(recording)
 
     def close(self) -> None:
-        """Releases the resources of all workers. Idempotent."""
+        """Releases the resources held for all workers. Idempotent."""
         while self._recordings:
             os.close(self._recordings.popitem()[1])
         self._memory.close()

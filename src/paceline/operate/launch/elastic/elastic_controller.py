@@ -151,7 +151,7 @@ ORDERLY_SIGNAL = signal.SIGTERM  # the machine leaves at the end of a step, whic
 
 @dataclass
 class ShutdownPlan:
-    """State machine for the shutdown of this launcher, without processes or a clock.
+    """State machine for the shutdown of this launcher. Uses neither processes nor a clock.
 
     Attributes:
         is_shared: Whether the job may include other machines.

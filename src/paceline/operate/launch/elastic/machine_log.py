@@ -1,4 +1,4 @@
-"""Log of one machine: the data that its launcher reports again to each new coordinator that it follows."""
+"""Log of one machine: data that the machine's launcher reports again whenever it follows a new coordinator."""
 
 from __future__ import annotations
 

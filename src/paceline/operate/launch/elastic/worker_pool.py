@@ -280,8 +280,8 @@ class WorkerPool:
         context: The context shared by all workers.
         forker: The forker that starts worker processes.
         selector: The launcher's event loop.
-        marks: A function that takes a worker's name and returns the environment variables that mark all processes of
-            the worker.
+        marks: A function that takes a worker's name and returns the environment variables that mark all of the worker's
+            processes.
         on_start: A function called with each worker whose process has started.
         on_message: A function called with each message from a worker, or with None for an invalid datagram.
         on_end: A function called with each worker that has exited, after all of its messages and output were handled.

@@ -1,7 +1,8 @@
 """Controllers that wrap another controller: `DiagnosisCollector` and `DashboardRelay`.
 
 `DiagnosisCollector` merges the nodes' snapshots into one diagnosis for the user. `DashboardRelay` forwards the live
-page's data between nodes. Both are state machines without sockets or a clock, like the controllers that they wrap.
+page's data between nodes. Like the controllers that they wrap, both are state machines that use neither sockets nor a
+clock.
 """
 
 from __future__ import annotations

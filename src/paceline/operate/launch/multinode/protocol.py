@@ -34,8 +34,8 @@ class _NodeMessage(msgspec.Struct, frozen=True, tag_field="kind", tag=True, forb
 class JoinJob(_NodeMessage, frozen=True, tag="Join"):
     """Report: a node requests to join the job.
 
-    The tags of `JoinJob` and `JobEnded` never change. A launcher with a different version can therefore be informed of
-    the reason for its refusal.
+    The tags of `JoinJob` and `JobEnded` never change. A launcher with a different version can therefore be told why it
+    was refused.
 
     Attributes:
         host: The node's host name.
@@ -50,8 +50,8 @@ class JoinJob(_NodeMessage, frozen=True, tag="Join"):
         is_elastic: Whether the launcher was started with `--elastic`.
         listens: In an elastic job, the address at which other launchers can reach this launcher if it becomes the
             coordinator.
-        number: The number of the machine if the machine is already part of the job, otherwise -1. A node that is part
-            of the job then sends a `Follow`.
+        number: The number of the machine if the machine is already part of the job, otherwise -1. If it is not -1, the
+            node sends a `Follow` next.
         store_port: The port for Paceline's store if rank 0 runs on this node.
         job: In an elastic job, the identity of the job that the node was ordered to join, or "".
     """
@@ -178,7 +178,7 @@ class JobRunning(_NodeMessage, frozen=True):
 
 
 class StateReplicated(_NodeMessage, frozen=True):
-    """Elastic report: the node has stored the replicated state, with views up to a generation."""
+    """Elastic report: the node has stored the replicated state, including all views up to `generation`."""
 
     generation: Int64
 
@@ -193,7 +193,7 @@ class SnapshotReport(_NodeMessage, frozen=True):
         body: The snapshot, encoded by `operate/diagnosis/machine_snapshot.py`.
         is_last: Whether the workers have exited.
         is_failure: Whether a worker has failed, on this node or on the node for which the snapshot was requested.
-        is_short: Whether the workers have finished, but ran too briefly to look for stragglers among them.
+        is_short: Whether the workers have finished, but ran too briefly for a straggler search.
     """
 
     body: str

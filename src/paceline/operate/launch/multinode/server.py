@@ -96,7 +96,7 @@ class _Node:
                     self.fault = str(error)
 
     def part(self) -> None:
-        """Closes the connection such that the node does not consider this launcher to have exited."""
+        """Closes the connection so that the node does not consider this launcher to have exited."""
         self.send(NodeDropped())
         self.close()
 

@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> None:
             raise
     except SystemExit:
         raise
-    except BaseException as error:  # perhaps of a signal handler, which may raise it at the start of `record`
+    except BaseException as error:  # e.g. from a signal handler that runs as `record` starts
         uncaught.record(error)
         raise
 
@@ -239,7 +239,7 @@ class _ExceptionRecorder:
         if self._is_recorded or getpid() != self._worker:
             return
         sys.path.insert(0, self._package)
-        for _ in range(2):  # a signal handler of the script may raise an exception here, as that of a DataLoader does
+        for _ in range(2):  # the script's signal handler may raise an exception here, as a DataLoader's does
             try:
                 from paceline.operate.launch.failures import record_uncaught
 

@@ -141,7 +141,7 @@ class Forker:
         self._requests.clear()
 
     def finish(self) -> None:
-        """Discards the requests, except for a worker that is just being forked, and stops the template. Idempotent."""
+        """Discards the requests, except for a worker that is being forked now, and stops the template. Idempotent."""
         self.cancel()
         if self._asked is not None and self._connection is not None:
             select.select([self._connection], [], [], _LAST_ANSWER_S)
@@ -264,7 +264,7 @@ class Forker:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_LAST_ANSWER_S)
             if self._process.poll() is None:
-                kill_group(self._process.pid, signal.SIGKILL)  # also kills a worker that is just being forked
+                kill_group(self._process.pid, signal.SIGKILL)  # also kills a worker that is currently being forked
             self._process.wait()
             self._process = None
 

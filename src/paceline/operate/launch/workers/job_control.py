@@ -54,7 +54,7 @@ class Signals:
         return [number for number in received if number in self._caught], {*received} - self._caught
 
     def stop_here(self, number: signal.Signals) -> None:
-        """Stops this process with the default action of `number` (SIGTSTP, SIGTTIN); returns when it is resumed."""
+        """Stops this process with signal `number` (SIGTSTP or SIGTTIN); returns when the process is resumed."""
         caught = signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         signal.signal(number, caught)

@@ -283,7 +283,7 @@ class Console:
             screen.redraw()
 
     def is_in_view(self, text: str, name: str) -> bool:
-        """Returns True if the last lines on the console include the end of a text printed by the worker `name`."""
+        """Returns True if the last lines on the console include the end of `text`, printed by worker `name`."""
         latest = iter([shown for shown in self._latest if f"[{name}] ".encode() in shown])
         end = [line.strip().encode(errors="backslashreplace") for line in text.splitlines() if line.strip()]
         return all(any(line in shown for shown in latest) for line in end[-_LINES_COMPARED:])

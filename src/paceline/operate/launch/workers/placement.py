@@ -1,4 +1,4 @@
-"""Placement of workers: assigns each a disjoint set of cores, within one NUMA node if possible, and a GPU.
+"""Placement of workers: assigns each worker its own cores, within one NUMA node if possible, and a GPU.
 
 GPUs are detected without torch and without a CUDA context.
 """

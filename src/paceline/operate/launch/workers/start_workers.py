@@ -236,7 +236,7 @@ def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, s
 
 
 def drawing_index(job: Job, start: Start) -> int:
-    """Returns the index of the worker that may draw: the one that reads stdin if it is shown, else the first one."""
+    """Returns the index of the worker that may draw: the one that reads stdin if shown, else the first one shown."""
     slot, _ = job.slot
     shown = [i for i in range(job.workers) if not job.output.shown or slot * job.workers + i in job.output.shown]
     reading = None if job.stdin_rank is None else job.stdin_rank - start.first_rank

@@ -40,7 +40,7 @@ def main() -> None:
     from paceline.operate.launch.workers import bootstrap
 
     bootstrap.die_with_parent(launcher)
-    gc.disable()  # searching the modules for garbage would take a tenth of the time to import torch
+    gc.disable()  # garbage collection would take a tenth as long as importing torch
     with suppress(ImportError):  # the C++ core was built for another Python; workers that need the core report that
         import_module("paceline.comm.rendezvous.rendezvous")  # every worker needs this slow import
 

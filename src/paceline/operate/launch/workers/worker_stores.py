@@ -70,7 +70,7 @@ class WorkerStores:
         return torch_port or port_beside(job.one_port) or 0, 0 if self._listener is None else _port_of(self._listener)
 
     def serve(self, start: Start, secret: bytes | None, directory: str) -> dict[str, str]:
-        """Serves the stores of a generation if rank 0 is here; returns variables with which workers find the stores.
+        """Serves a generation's stores if rank 0 runs here; returns variables that workers use to find the stores.
 
         Args:
             start: The order to start the generation.
@@ -167,7 +167,7 @@ def open_multiplexer(job: Job) -> Iterator[None]:
 
 
 def multiplexer_variables() -> dict[str, str]:
-    """Returns the variables with which workers find their launcher's multiplexer; empty if there is none."""
+    """Returns the variables that workers use to find their launcher's multiplexer; empty if there is none."""
     return {name: os.environ[name] for name in (PORT_VARIABLE, GATE_VARIABLE) if name in os.environ}
 
 

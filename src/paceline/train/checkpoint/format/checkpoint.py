@@ -39,7 +39,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 
 class Checkpoint:
-    """An open checkpoint. Saves do not remove it until it is closed.
+    """An open checkpoint, which is protected from removal until it is closed.
 
     Attributes:
         manifest: the checkpoint's manifest.
@@ -83,7 +83,7 @@ class Checkpoint:
             self._lock = None
 
     def describe(self, file: str = "") -> str:
-        """Returns the full path or address of the checkpoint or one of its files."""
+        """Returns the full path or address of the checkpoint or of one of its files."""
         return self._storage.describe(self._path(file))
 
     def entry(self, name: str) -> TensorEntry:

@@ -45,7 +45,7 @@ _held_here: set[tuple[int, int]] = set()
 
 
 class LocalStorage:
-    """A directory that the ranks of a host, or all ranks, share."""
+    """A directory shared by the ranks on a host or by all ranks."""
 
     renames = True
 

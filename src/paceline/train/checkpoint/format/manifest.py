@@ -34,7 +34,7 @@ _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 _LARGEST = 1 << 62
 _LARGEST_SEQUENCE = 1 << 53
 _LATEST_S = 1 << 37  # the latest valid time of writing, in the year 6325
-BLOCK_NBYTES = 1 << 20  # size of a block, which has its own digest to verify reads of parts of a piece
+BLOCK_NBYTES = 1 << 20  # size of a block; each has its own digest, to verify partial reads of a piece
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Draft:
 
 
 def is_name(name: str) -> bool:
-    """Returns True if saves use names of this form. Directories with other names are never changed."""
+    """Returns True if this name has the form that saves use. Directories with other names are never changed."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -81,7 +81,7 @@ def draft_of(
         token: a string that is unique to the checkpoint.
         taken: the names that are already in use.
         renames: whether the checkpoint is first written under a different name.
-        is_unique: whether to include the token in the name, to make the name unique on all hosts.
+        is_unique: whether to include the token in the name, to make the name unique across hosts.
     """
     stem = f"state_{sequence:06d}" if step is None else f"step_{step:010d}"
     name, number = stem, 2

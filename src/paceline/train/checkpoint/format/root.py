@@ -72,7 +72,7 @@ class Root:
             step: the training step, which becomes part of the name, or None. Default: None.
             nbytes: the number of bytes that all ranks will write here, which is compared with the free space, or None
                 if the number is unknown. Default: None.
-            unique: whether to choose a name that is unique on all hosts, for disks that hosts do not share. The first
+            unique: whether to choose a name that is unique across hosts, for disks that hosts do not share. The first
                 rank on every other host must then call `join`. Default: False.
             sequence: the sequence number, which must be at least the largest `next_sequence` on any host, or None to
                 use the larger of `least_sequence` and this host's `next_sequence`. Default: None.
@@ -203,7 +203,7 @@ class Root:
             return str(error)
 
     def open(self, name: str) -> Checkpoint:
-        """Opens the checkpoint with this name. Saves do not remove it until it is closed."""
+        """Opens the checkpoint with this name, and protects it from removal until it is closed."""
         return Checkpoint(self.storage, name)
 
     @contextlib.contextmanager
