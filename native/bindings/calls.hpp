@@ -50,7 +50,7 @@ class CheckedUpdate final : public update::Update {
 // Converts a paceline.comm.engine.channel.CollectiveCall. Throws nb::type_error if the object lacks one of its fields.
 Call to_call(nanobind::handle fields);
 
-// Returns this process's index in `members`. Throws nb::value_error unless the members are distinct ranks of the mesh
+// Returns this process's index in `members`. Throws nb::value_error unless the members are distinct ranks in the mesh
 // and include this process.
 int index_among(const std::vector<int>& members, const shm::HostMesh& mesh);
 

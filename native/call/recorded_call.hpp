@@ -1,4 +1,4 @@
-// The entry of one call or message in this process's recording (record/recorder.hpp).
+// The entry for one call or message in this process's recording (record/recorder.hpp).
 #pragma once
 
 #include "call/call.hpp"

@@ -1,4 +1,4 @@
-// Computes which steps of a schedule may advance, and how far (their watermarks).
+// Computes which steps in a schedule may advance, and how far (their watermarks).
 #include <algorithm>
 
 #include "executor/executor.hpp"

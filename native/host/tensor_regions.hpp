@@ -31,9 +31,9 @@ void withdraw_region(shm::HostMesh& mesh, shm::RegionId id);
 // Sets call.region and call.offset if the call's only tensor is in a region, and offers the region to the mesh.
 void locate_tensor(Call& call, const std::shared_ptr<shm::HostMesh>& mesh);
 
-// Replaces the tensor of a failed call with private memory with the same contents at the same address, because peers
-// that are still in the call may write to the shared memory at any later time. Also withdraws the region. Only the
-// pages that contain the tensor are replaced; other threads may be writing to other tensors in the region.
+// Moves the tensor of a failed call to private memory with the same contents at the same address, because peers that
+// are still in the call may write to the shared memory at any later time. Also withdraws the region. Only the pages
+// that contain the tensor are replaced; other threads may be writing to other tensors in the region.
 void make_tensor_private(const Call& call);
 
 }  // namespace paceline::host

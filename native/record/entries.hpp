@@ -1,4 +1,4 @@
-// Functions that claim, write, change and copy the entries of a recording; layout.hpp explains why this is safe.
+// Functions that claim, write, change and copy the entries in a recording; layout.hpp explains why this is safe.
 #pragma once
 
 #include <cstring>
@@ -21,7 +21,7 @@ struct EntryHandle {
     explicit operator bool() const { return entry != nullptr; }
 };
 
-// Claims the next entry of a ring for writing. The search starts at `next`, which may lag behind if several threads
+// Claims the next entry in a ring for writing. The search starts at `next`, which may lag behind if several threads
 // claim entries concurrently; the compare-exchange on the stamp resolves conflicts and makes an atomic increment of
 // `next` unnecessary.
 template <std::size_t N, std::size_t Capacity>

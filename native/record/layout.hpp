@@ -2,7 +2,7 @@
 // it is being written and after its writer was killed. src/paceline/comm/record/layout.py describes the same layout in
 // Python.
 //
-// Every entry of a table begins with a stamp: index << 8 | version << 2 | state. A writer claims an entry by setting
+// Every entry in a table begins with a stamp: index << 8 | version << 2 | state. A writer claims an entry by setting
 // its state to `kWriting`, stores the fields, and stores a stamp with the next version and the state `kOpen` (it will
 // change again) or 0 (complete). All fields are stored with release and loaded with acquire, so a reader that loads a
 // new field also loads a changed stamp afterward. A copy is therefore consistent if the stamp is the same before and

@@ -1,4 +1,4 @@
-// Wakes the threads that sleep on words of shared memory when a rank of the host has died or left.
+// Wakes the threads that sleep on words of shared memory when a rank on the host has died or left.
 //
 // A sleeper publishes the address of its word and then reads the count of changes; the notifier increments the count
 // and then wakes every published word. Both use sequentially consistent operations, so either the sleeper reads the new

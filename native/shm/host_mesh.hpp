@@ -4,7 +4,7 @@
 // The number of open sockets does not depend on the number of ranks. To map a region of this rank, another rank
 // connects to its listening socket, presents the directory's key, and receives the region's descriptor or the answer
 // that the region does not exist yet. Each datagram sent to the doorbell socket wakes the threads that sleep on it. The
-// directory contains the random abstract names of both sockets. Connections from processes of other users are rejected.
+// directory contains the random abstract names of both sockets. Connections from other users' processes are rejected.
 //
 // A process that fails its calls because another rank has died or left records this in the directory immediately. If it
 // then exits, the ranks that wait for it can report the original cause.

@@ -60,8 +60,8 @@ class RegionExchange {
     // Stops accepting connections. Safe in a forked child, because it only closes a descriptor.
     void close_listener();
 
-    // Sends a region's descriptor to the rank that requested it. If `segment` is null, the region does not exist
-    // because of the error `failure` or, if `failure` is 0, does not exist yet.
+    // Sends a region's descriptor to the rank that requested it. A null `segment` means that the region does not exist:
+    // `failure` is then an errno, or 0 if the region may exist later.
     static void reply(int connection, const Segment* segment, int failure = 0);
     // Sends a request to the rank with this listener and waits for the reply. Fails with ETIMEDOUT at `deadline`, or as
     // soon as `is_canceled` returns true.

@@ -1,4 +1,4 @@
-// The ranks, message streams and events of a simulation.
+// The ranks, message streams and events in a simulation.
 #pragma once
 
 #include <cstdint>

@@ -81,7 +81,7 @@ def _is_library(folder: str, name: str) -> bool:
 def user_file_name(file: str) -> str | None:
     """Returns the name of a file for messages, such as `train.py`, or None if the file does not belong to the user.
 
-    In this process, PyTorch is also recognized in a directory with another name (`pip install --target`).
+    If this process has imported torch, its files are recognized in any directory (`pip install --target`).
     """
     torch = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "")
     is_torchs = bool(torch) and file.startswith(torch + os.sep)

@@ -181,7 +181,7 @@ def columns_of(rows: Sequence[Picture], width: int, gap: int = 1) -> list[RankCo
     """Returns the columns to show, leaving room for the longest description of a rank's activity.
 
     Args:
-        rows: the rows of the table of ranks.
+        rows: the rows of the rank table.
         width: the width of the table, in characters.
         gap: the space between two columns, in characters.
     """

@@ -63,7 +63,7 @@ Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
 class AbortHooks:
-    """User functions that run once before a failed group is aborted. Concurrent callers wait for their completion."""
+    """User functions that run once before a failed group is aborted. Concurrent callers wait until they are done."""
 
     def __init__(self) -> None:
         self._hooks: dict[int, Callable[[], None]] = {}

@@ -152,7 +152,7 @@ def keep_alive(work: RunningWork | FinishedWork) -> RunningWork | FinishedWork:
 
 
 def keep_works_of_reducers() -> None:
-    """Makes the reducers of PyTorch's DDP keep alive the Work that a forward pass in `join` passes to them.
+    """Patches PyTorch's DDP reducers to keep alive the Work that they receive from a forward pass in `join`.
 
     In all PyTorch releases, a reducer keeps only the C++ part of that Work alive. If the Python part is freed, the wait
     during backward never completes, and no Paceline call can time out.

@@ -42,7 +42,7 @@ PARTS = ("data", "forward", "backward", "exposed", "optimizer", "other")
 
 @dataclass(frozen=True)
 class AppendOnlyList(Generic[Item]):
-    """The latest items of an append-only list.
+    """The latest items in an append-only list.
 
     Attributes:
         items: the items kept.

@@ -34,10 +34,10 @@ class Goodput:
         failures_per_day: the number of failures of workers and machines per day, excluding failures of the whole job.
         pause_s: the median and the 95th percentile of the delay per failure in an elastic job, in seconds.
         elastic: the fraction of time that an elastic job spends on steps rather than on checkpoints and failures.
-        elastic_period_s: the best interval between checkpoints of an elastic job, in seconds; infinite if no
+        elastic_period_s: the optimal interval between checkpoints of an elastic job, in seconds; infinite if no
             checkpoints are needed.
         restarting: the fraction of time that a job spends on steps if every failure restarts it from a checkpoint.
-        restarting_period_s: the best interval between checkpoints of a restarting job, in seconds.
+        restarting_period_s: the optimal interval between checkpoints of a restarting job, in seconds.
         lost: the number of simulated jobs that lost the training state because every worker that held the state died.
         played: the total number of simulated jobs.
     """
@@ -117,7 +117,7 @@ def partition(nodes: int, away: int, times: EventTimes) -> JobOutcome:
 
 
 def best_period_s(saving_s: float, between_s: float) -> float:
-    """Returns the best amount of work between two checkpoints, in seconds (Young 1974, Daly 2006).
+    """Returns the optimal amount of work between two checkpoints, in seconds (Young 1974, Daly 2006).
 
     Args:
         saving_s: the time by which a checkpoint delays training, in seconds.

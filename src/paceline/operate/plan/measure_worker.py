@@ -64,7 +64,7 @@ def hosts_of(names: Sequence[str]) -> list[list[int]]:
 
 
 def measure_links(hosts: Sequence[Sequence[int]]) -> Links:
-    """Measures the links on rank 0's host and between hosts. Every rank of the default group must call it.
+    """Measures the links on rank 0's host and between hosts. Every rank in the default group must call it.
 
     Args:
         hosts: the ranks of each host.
@@ -77,7 +77,7 @@ def measure_links(hosts: Sequence[Sequence[int]]) -> Links:
 
 
 def measure_pairs(hosts: Sequence[Sequence[int]]) -> tuple[PairLink, ...]:
-    """Measures the links between the first ranks of all pairs of hosts. Every rank of the job must call it.
+    """Measures the links between the first ranks of all pairs of hosts. Every rank in the job must call it.
 
     Each round measures as many disjoint pairs as possible at the same time, so the rates reflect the capacity of shared
     links.

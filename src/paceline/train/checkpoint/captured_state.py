@@ -281,7 +281,7 @@ def _capture(name: str, value: object, into: CapturedState, numbering: Numbering
     elif isinstance(value, Optimizer):
         _capture_optimizer(name, value, into, numbering)
     elif isinstance(value, (StatefulLoader, ShardLoader)):
-        if into.is_first:  # rank 0's position counts, even in the last step of an epoch
+        if into.is_first:  # rank 0's position is saved, even in the last step of an epoch
             into.values[name] = _only_plain(name, value.state_dict())
     elif isinstance(value, PendingGradients):
         if into.is_first:  # the gradients are the same on all workers

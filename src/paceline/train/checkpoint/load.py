@@ -57,7 +57,7 @@ def load(
     group: ProcessGroup | None = None,
     shared: bool = True,
 ) -> int | None:
-    """Loads a checkpoint into `state`; every rank must call this. The number of ranks may differ from the save.
+    """Loads a checkpoint into `state`; every rank must call this. Any number of ranks may have saved it.
 
     Modules, optimizers, tensors and all other objects with `load_state_dict` are restored in place, and plain values
     are replaced in the dict. Data that all ranks need is read once, by one of the ranks, and sent to the others. If
@@ -77,7 +77,7 @@ def load(
             at least one rank. Default: True.
 
     Returns:
-        The step with which the checkpoint was saved, or None if it was saved without a step.
+        The step that was passed to `save`, or None if there was none.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or the checkpoint does not match `state`; raised on every

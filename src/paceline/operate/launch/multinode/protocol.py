@@ -34,8 +34,8 @@ class _NodeMessage(msgspec.Struct, frozen=True, tag_field="kind", tag=True, forb
 class JoinJob(_NodeMessage, frozen=True, tag="Join"):
     """Report: a node requests to join the job.
 
-    The tags of `JoinJob` and `JobEnded` never change. A launcher with a different version can therefore be told why it
-    was refused.
+    The tags of `JoinJob` and `JobEnded` never change. A launcher with a different version can therefore receive the
+    reason why it was refused.
 
     Attributes:
         host: The node's host name.

@@ -12,7 +12,7 @@ cgroup version 2 and delegation to the user: by a systemd user manager, in a con
 
 If the launcher is killed, guards kill the job's processes instead. Guards are processes that were forked early. Each
 one reads from a pipe whose write end is closed when the launcher dies. Guards do not kill whole process trees, because
-a process tree may contain processes of other users. There are several guards in case one of them is killed just before
+a process tree may contain other users' processes. There are several guards in case one of them is killed just before
 the launcher.
 """
 

@@ -39,7 +39,7 @@ class ForkRequest:
     """A worker to be started.
 
     Attributes:
-        argv: The arguments of the bootstrap.
+        argv: The arguments for the bootstrap program.
         variables: The variables of this worker, in addition to those that all workers share.
         streams: The descriptors for the worker's stdin, stdout and stderr; stdin is empty if the first descriptor is
             None.

@@ -1,7 +1,7 @@
 """`ScriptSource`: properties of a worker's program, read from its source text before it runs.
 
-The launcher uses these properties to decide how to start workers. The program and the modules beside it are parsed, but
-not imported.
+The launcher uses these properties to decide how to start workers. The program and the modules in its directory are
+parsed, but not imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.operate.launch.job import Command, CommandKind
 
 _LIBRARIES = ("accelerate", "diffusers", "lightning", "peft", "pytorch_lightning", "timm", "transformers")
 _IMPORT_TORCH = ("paceline", "torch", "torchaudio", "torchvision", *_LIBRARIES)
-# Modules that torch imports. After a fork, a file of the same name beside the script would be ignored.
+# Modules that torch imports. After a fork, a file with the same name next to the script would be ignored.
 _IMPORTED_BY_TORCH = (
     "filelock",
     "fsspec",
@@ -44,7 +44,7 @@ _MOST_FILES, _MOST_BYTES = 100, 2 << 20
 
 @dataclass(frozen=True)
 class ScriptSource:
-    """Properties of a program and of the modules beside it.
+    """Properties of a program and of the modules in its directory.
 
     Attributes:
         imports_torch: whether the program imports torch or a library that does.
@@ -63,8 +63,8 @@ class ScriptSource:
     def of(cls, command: Command) -> ScriptSource | None:
         """Returns the properties of a command's program.
 
-        The result is None if this interpreter cannot parse the program as Python source, or if a module beside the
-        program has the name of a module that the standard library or torch imports.
+        The result is None if this interpreter cannot parse the program as Python source, or if a module next to the
+        program has the same name as a module that the standard library or torch imports.
         """
         root, queue = _first_files(command)
         if root is None or not queue:
@@ -119,7 +119,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _shadows(file: Path, root: Path) -> bool:
-    """Returns True if a module beside the program has the name of a module that is imported before the fork."""
+    """Returns True if a module next to the program has the same name as a module imported before the fork."""
     module = file.relative_to(root).parts[0].removesuffix(".py") if file.is_relative_to(root) else ""
     return module in sys.stdlib_module_names or module in (*_IMPORT_TORCH, *_IMPORTED_BY_TORCH)
 

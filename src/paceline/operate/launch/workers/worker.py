@@ -43,7 +43,7 @@ _PROMPT_S = 0.2  # an unfinished line counts as a prompt after this delay
 
 
 def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
-    """Returns the arguments with which the bootstrap runs a command."""
+    """Returns the arguments that make the bootstrap program run a command."""
     program, *arguments = command.argv
     if command.passes_local_rank:
         arguments = [f"--local_rank={local_rank}", *arguments]

@@ -76,7 +76,7 @@ def draft_of(
     """Returns the draft of a new checkpoint.
 
     Args:
-        step: the training step, or None, in which case the name contains the sequence number instead.
+        step: the training step, or None. If None, the name contains the sequence number instead.
         sequence: the checkpoint's sequence number.
         token: a string that is unique to the checkpoint.
         taken: the names that are already in use.

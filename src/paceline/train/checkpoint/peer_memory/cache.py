@@ -1,7 +1,7 @@
 """CheckpointCache holds checkpoint files in a launcher's memory, and Session serves the requests of one worker.
 
 A cache holds the files of at most two checkpoints for each root, as memfds. Several ranks write at the same time, so
-memory counts as used as soon as it is granted. A script may use a new directory for each run. If memory is short,
+memory is counted as used as soon as it is granted. A script may use a new directory for each run. If memory is short,
 checkpoints for other roots are therefore dropped, beginning with the least recently used root. The machine and its
 cgroups limit the memory (`available_nbytes`).
 """
