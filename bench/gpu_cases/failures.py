@@ -128,7 +128,7 @@ def destroyed_behind_a_busy_stream(setting: Setting) -> dict[str, object]:
 
 
 def two_on_one_gpu(setting: Setting) -> dict[str, object]:
-    """Puts all ranks onto device 0; nccl must reject this, and its error message must include the solution."""
+    """Puts all ranks on device 0; nccl must reject this, and its error message must include the solution."""
     os.environ["LOCAL_RANK"] = "0"
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     device = open_device(setting)

@@ -119,7 +119,7 @@ def leave_early() -> list[tuple[str, tuple[str, str, float]]]:
         dist.barrier(group)
         if rank() == 1:
             time.sleep(0.1)
-            dist.destroy_process_group(group)  # but does not exit
+            dist.destroy_process_group(group)  # leaves the group, but does not exit
         else:
             told.append((name, told_by(lambda call=call, group=group: call(group))))
         dist.barrier()

@@ -116,7 +116,7 @@ def scaled(stage: int) -> None:
         plain = torch.amp.GradScaler("cpu")
         plain.scale(torch.ones(()))
         with pytest.raises(TypeError, match=rf"rank \d: .* in stage {stage}, .*use paceline.GradScaler"):
-            plain.step(sharded)  # which a paceline.GradScaler has stepped before
+            plain.step(sharded)  # after steps by a paceline.GradScaler
 
 
 def test_losses_are_scaled_and_steps_skipped_on_all_ranks_alike(ranks):

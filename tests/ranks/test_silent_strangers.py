@@ -11,7 +11,7 @@ import torch
 import paceline as dist
 from paceline.comm.engine.native import bootstrap
 
-SILENT = 40  # each connection has 5 s: sequentially they would exceed the timeout
+SILENT = 40  # each connection may take 5 s, so 40 in sequence would exceed the timeout
 TIMEOUT = timedelta(seconds=60)
 
 

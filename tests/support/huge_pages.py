@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 
-_SIZE = 2 << 20  # of a huge page on x86-64, and on arm64 with pages of 4 KiB
+_SIZE = 2 << 20  # the size of a huge page on x86-64, and on arm64 with 4 KiB pages
 _MADV_COLLAPSE = 25  # Linux 6.1; older kernels return EINVAL
 
 

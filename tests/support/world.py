@@ -195,7 +195,7 @@ class World:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid or -1, signal.SIGKILL)
             if process.is_alive():
-                process.kill()  # it may not have become the leader of its group yet
+                process.kill()  # the rank may not lead its own process group yet
         for process in self.processes:
             process.join()
         for answer in self.answers:

@@ -59,7 +59,7 @@ def test_keys_and_amounts_of_other_types_are_refused(store: Store) -> None:
             call(1)
     with pytest.raises(TypeError, match="adds integers, not float"):
         store.add("n", 1.5)
-    assert store.add("n", Two()) == 2  # as a NumPy integer
+    assert store.add("n", Two()) == 2  # like a NumPy integer
 
 
 def test_a_string_is_not_a_list_of_keys(store: Store) -> None:

@@ -82,7 +82,7 @@ def test_home_serves_where_the_submit_directory_does_not(tmp_path):
     ids=["requeued", "number used again", "next step", "another cluster"],
 )
 def test_a_file_of_another_run_is_not_read(tmp_path, more):
-    SlurmSecret(_step(tmp_path)).make()  # and was killed before it could remove it
+    SlurmSecret(_step(tmp_path)).make()  # a launcher that was killed before it could remove the file
     with pytest.raises(RendezvousTimeoutError):
         _read(_step(tmp_path, **more))
 

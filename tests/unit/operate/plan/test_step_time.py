@@ -116,4 +116,4 @@ def test_many_unlike_ranks_are_predicted_by_closed_forms():
     )
     assert uneven.call(Operation.ALL_REDUCE, 1 << 20, algorithm="ring").seconds == pytest.approx(by_form)
     with pytest.raises(AssertionError, match="one by one"):
-        even.call(Operation.ALL_REDUCE, 1 << 20, algorithm="ring")  # one host stands for all
+        even.call(Operation.ALL_REDUCE, 1 << 20, algorithm="ring")  # one host represents all hosts

@@ -1,4 +1,4 @@
-"""The machines of an elastic job: their start and slots, and the end of the job; without a socket."""
+"""The machines of an elastic job, without sockets: their start, their slots, and the end of the job."""
 
 from __future__ import annotations
 

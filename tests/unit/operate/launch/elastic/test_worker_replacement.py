@@ -1,4 +1,4 @@
-"""Decisions of an elastic job's launcher: replacements, chaos, their cost, frozen workers; without a process."""
+"""Decisions of an elastic job's launcher, without processes: replacements, chaos and its cost, and frozen workers."""
 
 from __future__ import annotations
 

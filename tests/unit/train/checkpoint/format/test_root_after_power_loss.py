@@ -75,7 +75,7 @@ def test_a_reported_checkpoint_survives_every_loss_of_power(trace):
 
 
 class Below(NodePlace):
-    """The root's directory inside the traced one."""
+    """The root's directory within the traced directory."""
 
     def _find(self, name: str):
         return super()._find(f"run/{name}")

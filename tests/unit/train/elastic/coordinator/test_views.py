@@ -1,4 +1,4 @@
-"""The views that a coordinator issues again or takes over, and the members of these views."""
+"""The views that a coordinator reissues or takes over, and their members."""
 
 from __future__ import annotations
 
