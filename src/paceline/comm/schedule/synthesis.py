@@ -89,7 +89,7 @@ class Packing(NamedTuple):
 
 
 def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool = False) -> Packing:
-    """Returns the best packing found for the hosts of a network, with equal parts next to each other.
+    """Returns the best packing found for the hosts in a network, with equal parts next to each other.
 
     Args:
         network: the hosts and their links.

@@ -14,7 +14,7 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.lion import Lion
 from paceline.train.module_tensors import by_device, byte_views
 
-ALIGNMENT_BYTES = 256  # parameters are cut at multiples of this; fits every dtype, cache line and SIMD vector
+ALIGNMENT_BYTES = 256  # parameters are cut at multiples of this, which suits all dtypes, cache lines and SIMD vectors
 _UNEVEN = 0.02  # the fraction by which a rank may exceed an even share before a parameter is cut
 
 _ELEMENTWISE_IN_TORCH = (

@@ -305,7 +305,7 @@ def _measure_all(
 
 
 def _answer_all(formation: Formation, topology: Topology, links: Messages, deadline: float) -> None:
-    """Replies to the messages with which rank 0 and the first ranks on all hosts measure links."""
+    """Replies to the messages that rank 0 and each host's first rank send to measure links."""
     if topology.rank in _partners(topology):
         answer(Probe(formation, topology, links, 0))
     if are_few(topology) and any(topology.rank == ranks[0] for ranks in topology.hosts):
