@@ -47,6 +47,10 @@ def events() -> list[tuple[str, bool, list[list[int]]]]:
         torch_dist.all_gather_coalesced([[torch.empty(3), torch.empty(2, 3)] for _ in range(2)], [one, two])
         torch_dist.all_gather_into_tensor(torch.empty(6), one)
         torch_dist.gather(one, [torch.empty(3), torch.empty(3)] if rank == 0 else None)
+        torch_dist.all_to_all([torch.empty(3), torch.empty(3)], [torch.ones(3), torch.ones(3)])
+        torch_dist.all_to_all_single(torch.empty(2, 2), torch.ones(2, 2))
+        torch_dist.all_to_all_single(torch.empty(4, 2), torch.ones(4, 2), [2, 2], [2, 2])
+        torch_dist.all_to_all_single(torch.empty(2, 2, dtype=torch.complex64), torch.ones(2, 2, dtype=torch.complex64))
         torch_dist.barrier()
         if rank == 0:
             torch_dist.send(two, 1)

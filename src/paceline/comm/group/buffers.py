@@ -147,6 +147,7 @@ class Buffers:
         self.kept: list[torch.Tensor] = []
         self.written: list[torch.Tensor] = []  # the caller's tensors (`kept` may contain copies instead)
         self.has_copies = False
+        self.profiled: list[torch.Tensor] | None = None  # recorded in a profile instead of the tensors to read
         self.residual: torch.Tensor | None = None  # kept alive during the call
         self.note = ""  # start of the message for a mismatch, if the call differs from the one in the program
         self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -492,6 +492,22 @@ class ProcessGroup:
                 return None
         return self._run(plan_all_to_all(self, outputs, inputs, self.limit_ns(timeout)), async_op)
 
+    def all_to_all_rows(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None,
+        input_split_sizes: Sequence[int] | None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Performs an all_to_all on the rows of two tensors, divided by the split sizes or, if None, in equal parts."""
+        outputs = rows_by_rank(output, output_split_sizes, self, "all_to_all_single", "output")
+        inputs = rows_by_rank(input, input_split_sizes, self, "all_to_all_single", "input")
+        plan = plan_all_to_all(self, outputs, inputs, self.limit_ns(timeout))
+        plan[1].profiled = [input]
+        return join_works([self._run(plan, async_op)], "all_to_all_single", [output])
+
     def barrier(self, async_op: bool | TorchOptions | None = None, timeout: Timeout | None = None) -> Work | None:
         """Waits until every rank has called this method."""
         if are_options(async_op):
@@ -700,10 +716,9 @@ class ProcessGroup:
         timeout: Timeout | None = None,
     ) -> Work:
         """Sends rows of `input` to each rank, as given by the split sizes or, by default, in equal parts."""
-        outputs = rows_by_rank(output, output_split_sizes or None, self, "all_to_all_single", "output")
-        inputs = rows_by_rank(input, input_split_sizes or None, self, "all_to_all_single", "input")
-        work = self.all_to_all(outputs, inputs, True, time_limit(opts, timeout))
-        return _as_work(join_works([work], "all_to_all_single", [output]))
+        limit = time_limit(opts, timeout)
+        work = self.all_to_all_rows(output, input, output_split_sizes or None, input_split_sizes or None, True, limit)
+        return _as_work(work)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Work:
         """Receives the first message to arrive; `source_rank()` of the returned work is the sender's group rank."""
@@ -1010,6 +1025,8 @@ class ProcessGroup:
 def _shown(plan: CallPlan) -> list[torch.Tensor]:
     """Returns the tensors to record in a profile: the inputs, or the tensors that the call modifies in place."""
     call, buffers = plan
+    if buffers.profiled is not None:
+        return buffers.profiled
     return buffers.kept[: sum(len(flat) // 2 for flat in call.inputs)] or buffers.kept
 
 

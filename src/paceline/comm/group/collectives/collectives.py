@@ -35,7 +35,7 @@ import torch
 from paceline.comm.engine.adapters.device_streams import accelerator_in_use
 from paceline.comm.engine.channel import ReduceOp, Reduction
 from paceline.comm.group.buffers import Tensors
-from paceline.comm.group.call_plan import parts_by_rank, root_rank, rows_by_rank
+from paceline.comm.group.call_plan import parts_by_rank, root_rank
 from paceline.comm.group.compression import WireLike
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
@@ -437,9 +437,8 @@ def all_to_all_single(
     is_even = not (output_split_sizes or input_split_sizes)
     if is_even and async_op is False and timeout is None and chosen.try_fast_all_to_all(output, input):
         return None
-    outputs = rows_by_rank(output, output_split_sizes or None, chosen, "all_to_all_single", "output")
-    inputs = rows_by_rank(input, input_split_sizes or None, chosen, "all_to_all_single", "input")
-    return join_works([chosen.all_to_all(outputs, inputs, async_op, timeout)], "all_to_all_single", [output])
+    received, sent = output_split_sizes or None, input_split_sizes or None
+    return chosen.all_to_all_rows(output, input, received, sent, async_op, timeout)
 
 
 def explain(operation: str, nbytes: int, group: Group = None) -> str:
