@@ -3,7 +3,7 @@
     python bench/recorder.py [--rounds N] [--json FILE]
 
 Each row is measured with the recorder and without it, alternating in the same processes. p50 and p95 are computed over
-the turns, and n is the number of calls. Two ranks run with one thread each; the cost of a call is measured in a group
+the rounds, and n is the number of calls. Two ranks run with one thread each; the cost of a call is measured in a group
 of one rank, which has no other rank to wait for. "step, barrier" is the bare model with a barrier after the backward
 pass.
 """

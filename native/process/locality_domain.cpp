@@ -83,7 +83,7 @@ std::size_t common_block(std::span<const LocalityDomain> ranks,
         first = end;
     }
     const std::size_t block = divisor & (~divisor + 1);
-    // Small or numerous blocks would hardly reduce the data moved between NUMA nodes or caches, or would increase it.
+    // With small or many blocks, this would barely reduce the data moved between NUMA nodes or caches.
     const bool is_worth_it = block >= kMinBlock && ranks.size() / block <= block;
     return runs > 1 && is_worth_it ? block : 0;
 }

@@ -38,7 +38,7 @@ def programs(backend: str) -> dict[str, Program]:
 
 
 def run_all(backend: str) -> dict[str, str]:
-    """Runs on a rank: returns the failure of each program by name."""
+    """Runs all programs on a rank; returns a dict from the name of each failed program to its error."""
     torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=_TIMEOUT)
     assert dist.get_backend() == backend

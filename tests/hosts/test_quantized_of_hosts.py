@@ -179,7 +179,7 @@ def descend(wire: str | None, steps: int = 60) -> torch.Tensor:
 def train_as_without_rounding() -> None:
     exact, rounded = descend(None), descend("int4")
     same_bits_everywhere(rounded)
-    # After 60 steps, weights with small gradients differ from the exact ones by the rounding of one or two steps.
+    # After 60 steps, weights with small gradients differ from the exact ones by the rounding error of one or two steps.
     assert (exact - rounded).abs().max() <= 3 * 100 * dist.get_world_size() * HALF_STEP["int4"]
     assert not torch.equal(exact, rounded)
     model = nn.Linear(4, 4)

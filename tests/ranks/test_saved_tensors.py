@@ -1,4 +1,4 @@
-"""If a call overwrites a tensor that a backward pass needs, the backward pass raises an error wherever gloo's does."""
+"""Calls that overwrite a tensor needed by a backward pass; backward raises an error in the same cases as with gloo."""
 
 from __future__ import annotations
 

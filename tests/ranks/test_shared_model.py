@@ -22,7 +22,7 @@ FUSED = ["Adam", "AdamW", "SGD", "Adagrad"]
 
 
 class Derived(SGD):
-    """A subclass that may inspect a whole parameter."""
+    """A subclass whose methods might read a whole parameter."""
 
 
 def every_optimizer() -> None:

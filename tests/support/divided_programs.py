@@ -138,7 +138,7 @@ def a_zero_optimizer_has_parameters_on_two_devices(stage: int) -> None:
 
 
 def a_rank_without_gradients_joins_the_norm() -> None:
-    """Only one rank owns the only parameter."""
+    """One rank owns the model's single parameter; the other ranks have no gradients."""
     module = nn.Linear(1, 1, bias=False).to(own_device())
     optimizer = dist.ZeroRedundancyOptimizer(module, torch.optim.SGD, stage=2, lr=0.1)
     module(torch.full((1, 1), 3.0, device=own_device())).sum().backward()

@@ -1,4 +1,4 @@
-"""Checks of the results of the nccl engine, on a default device of any type."""
+"""Checks the results of the nccl engine, whatever the type of the default device."""
 
 from __future__ import annotations
 

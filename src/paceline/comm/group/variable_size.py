@@ -66,7 +66,7 @@ def all_reduce_sparse(
 
 
 class GatheredRows:
-    """Memory for the rows from all ranks, which share a shape and a dtype; rank r contributes `counts[r]` rows.
+    """Memory for the rows gathered from all ranks, all with the same shape and dtype; `counts[r]` are from rank r.
 
     Attributes:
         mine: the bytes that this rank sends.

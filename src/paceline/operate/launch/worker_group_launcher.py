@@ -308,7 +308,7 @@ class WorkerGroupLauncher(Launcher):
         number, failures = generation.number, tuple(generation.failures)
         has_failed, lasted_s = bool(failures) or self._was_told_to_stop, time.monotonic() - self._started_s
         is_useful = self._watcher.should_read_final_recordings(has_failed, lasted_s, len(generation.workers))
-        # Ranks on other machines may still wait for these workers.
+        # Ranks on other machines may still be waiting for these workers.
         if is_useful or (self._watcher.is_on and len(self._world) > len(generation.workers)):
             snapshot = final_snapshot(self._watched())
             if snapshot is not None and self._stopped_by is None:

@@ -379,7 +379,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Registers a hook that averages each bucket of gradients instead of the engine.
+        """Registers a hook that replaces the engine's averaging of each gradient bucket.
 
         The hook is called as `hook(state, bucket)` with a `GradBucket`. It returns a `torch.futures.Future` for the
         averaged flat buffer, or the `Work` from a collective that was called on this buffer with `async_op=True`. Every

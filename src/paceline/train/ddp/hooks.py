@@ -36,7 +36,7 @@ def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduc
 
 
 def fp16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket in float16, with half the traffic of float32. The engine adds in float32."""
+    """Averages the bucket in float16, with half the traffic of float32. The engine accumulates the sum in float32."""
     return fp16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 

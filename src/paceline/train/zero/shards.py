@@ -180,12 +180,12 @@ class Shard:
 
     @torch.no_grad()
     def refresh_master(self, updated: torch.Tensor) -> None:
-        """Updates the elements of the master copy whose parameter values changed after `round_master`.
+        """Updates those elements of the master copy whose parameters have changed since `round_master`.
 
         For all other elements, the master copy keeps its full precision.
 
         Args:
-            updated: the values of `updated`, as returned by `beside_master`.
+            updated: the `updated` values that `beside_master` returned.
         """
         assert self.master is not None
         is_changed = self.master.to(updated.dtype).ne(updated)

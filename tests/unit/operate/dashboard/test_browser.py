@@ -1,4 +1,4 @@
-"""The page in a browser, if Chromium is installed; part of `make nightly`."""
+"""Tests the page in a browser if Chromium is installed; `make nightly` runs them."""
 
 from __future__ import annotations
 

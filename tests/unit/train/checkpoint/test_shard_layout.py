@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: from any layout to any other, on threads."""
+"""Checkpoints of sharded models are saved in one layout and loaded in another; threads stand for ranks."""
 
 from __future__ import annotations
 
