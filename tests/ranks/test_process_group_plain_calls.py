@@ -137,7 +137,7 @@ def mistakes_are_told_alike() -> None:
     mistakes: list[Callable[..., object]] = [
         lambda **kw: dist.all_gather([two], one, **kw),
         lambda **kw: dist.all_gather(two, one, **kw),
-        lambda **kw: dist.all_gather([one, two], one, **kw),
+        lambda **kw: dist.all_gather([two, two], one, **kw),
         lambda **kw: dist.all_gather([one, other], one, **kw),
         lambda **kw: dist.all_gather_into_tensor(one, one, **kw),
         lambda **kw: dist.all_gather_into_tensor(torch.ones(4, 2)[:, 0], one, **kw),
