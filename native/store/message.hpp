@@ -38,6 +38,7 @@ enum class Op : std::uint8_t {
     queue_pop,  // number: milliseconds to wait
     queue_length,
     last_will,  // key, value: set when the connection ends; number 1 revokes the will. Handled by the server
+    list_keys,
 };
 
 // `closing` is not an answer: the server sends it as its last message before an orderly shutdown.

@@ -19,6 +19,7 @@ Message refused(std::string why) {
 std::size_t fields_needed(Op op) {
     switch (op) {
         case Op::count:
+        case Op::list_keys:
             return 0;
         case Op::set:
         case Op::append:
@@ -166,6 +167,8 @@ std::optional<Message> Table::apply(const Message& request, std::vector<std::str
         }
         case Op::last_will:
             return ok();
+        case Op::list_keys:
+            return ok(0, keys());
     }
     return refused("unknown operation");
 }

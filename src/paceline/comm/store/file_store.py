@@ -34,7 +34,15 @@ _RECORD = struct.Struct("<III")  # number of bytes after this header, their CRC-
 _FIXED = struct.Struct("<Bq")
 _LENGTH = struct.Struct("<I")
 _FLOCK = struct.Struct("hhqqi4x")
-_WITHOUT_EFFECT = {StoreOp.GET, StoreOp.MULTI_GET, StoreOp.WAIT, StoreOp.CHECK, StoreOp.COUNT, StoreOp.QUEUE_LENGTH}
+_WITHOUT_EFFECT = {
+    StoreOp.GET,
+    StoreOp.MULTI_GET,
+    StoreOp.WAIT,
+    StoreOp.CHECK,
+    StoreOp.COUNT,
+    StoreOp.QUEUE_LENGTH,
+    StoreOp.LIST_KEYS,
+}
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.02
 _WILLS_PERIOD_S = 0.1
 

@@ -40,6 +40,7 @@ class StoreOp(IntEnum):
     QUEUE_POP = 13
     QUEUE_LENGTH = 14
     LAST_WILL = 15
+    LIST_KEYS = 16
 
 
 class StoreStatus(IntEnum):
@@ -112,6 +113,13 @@ class Store(ABC):
         """Returns the number of keys, including queues; a shared store counts the keys from all its users."""
         return self._ask(StoreOp.COUNT, [])[0]
 
+    def list_keys(self) -> list[str]:
+        """Returns the keys that have a value, in no particular order. Queues are omitted, as in torch's stores.
+
+        A `PrefixStore` returns only the keys that it can access, without its prefix.
+        """
+        return [key.decode(errors="replace") for key in self._ask(StoreOp.LIST_KEYS, [])[1]]
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Returns the values of `keys` in the same order; waits until all keys are set."""
         return self._wait_and_ask(StoreOp.MULTI_GET, _keys(keys), None)[1]
@@ -176,7 +184,7 @@ class Store(ABC):
     def _ask(self, op: StoreOp, fields: list[bytes], number: int = 0) -> tuple[int, list[bytes]]:
         status, number, values = self._apply(op, number, fields, self._timeout_s)
         if status is StoreStatus.REFUSED:
-            raise StoreError(f"{self} refused {op.name.lower()}({fields[0].decode()!r}): {values[0].decode()}")
+            raise StoreError(f"{self} refused {op.name.lower()}({_names(fields[:1])}): {values[0].decode()}")
         return number, values
 
     def _wait_and_ask(self, op: StoreOp, keys: list[bytes], timeout: Timeout | None) -> tuple[int, list[bytes]]:
@@ -272,7 +280,7 @@ class HashStore(Store):
         return None if done is None else (StoreStatus(done[0]), done[1], done[2])
 
 
-_WITHOUT_KEYS = {StoreOp.COUNT}
+_WITHOUT_KEYS = {StoreOp.COUNT, StoreOp.LIST_KEYS}
 _EVERY_FIELD_A_KEY = {StoreOp.WAIT, StoreOp.CHECK, StoreOp.MULTI_GET}
 
 
@@ -309,6 +317,6 @@ class PrefixStore(Store):
         else:
             keys = [self._bytes + fields[0], *fields[1:]]
         status, answer, values = self.underlying_store._apply(op, number, keys, timeout_s)
-        if status is StoreStatus.TIMED_OUT:
-            values = [key[len(self._bytes) :] for key in values]
+        if status is StoreStatus.TIMED_OUT or (op is StoreOp.LIST_KEYS and status is StoreStatus.OK):
+            values = [key[len(self._bytes) :] for key in values if key.startswith(self._bytes)]
         return status, answer, values

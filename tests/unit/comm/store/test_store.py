@@ -109,6 +109,19 @@ def test_keys_are_deleted_and_counted(store: Store) -> None:
     assert store.num_keys() == before + 1
 
 
+def test_keys_with_a_value_are_listed(store: Store) -> None:
+    before = set(store.list_keys())
+    store.multi_set(["a", "p/x", "p/y/z", "pq/w"], [""] * 4)
+    store.add("p/n", 1)
+    store.queue_push("queue", "1")
+    store.delete_key("a")
+    assert sorted(set(store.list_keys()) - before) == ["p/n", "p/x", "p/y/z", "pq/w"]
+    inner = PrefixStore("p", store)
+    assert sorted(inner.list_keys()) == ["n", "x", "y/z"]
+    assert PrefixStore("y", inner).list_keys() == ["z"]
+    assert PrefixStore("none", store).list_keys() == []
+
+
 def test_multi_set_needs_a_value_for_each_key(store: Store) -> None:
     with pytest.raises(ValueError, match="2 keys and 1 values"):
         store.multi_set(["a", "b"], ["1"])
