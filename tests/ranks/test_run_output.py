@@ -168,8 +168,8 @@ main()
     consequence = [at for at, line in enumerate(told) if line.startswith("paceline: rank 0 (")]
     cause = [at for at, line in enumerate(told) if line.startswith("paceline: rank 1 failed first (")]
     assert len(cause) == 1
-    assert all("a consequence: " in told[at] and at < cause[0] for at in consequence)
-    assert told[-1].endswith("exit code 1): ValueError: the cause; its traceback is above")
+    assert all("a consequence: " in told[at] and at > cause[0] for at in consequence)
+    assert told[cause[0]].endswith("exit code 1): ValueError: the cause; its traceback is above")
     assert "bootstrap" not in done.stderr
     assert done.stderr.count('raise ValueError("the cause")') == 1, "where it happened, and not again"
 

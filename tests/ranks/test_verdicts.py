@@ -267,6 +267,7 @@ def test_a_rank_that_leaves_early_is_the_headline(said):
     told = said("leave")
     require_told_once(told, "rank 1 exited too early, with exit code 0 after barrier() call 31 (script.py:")
     assert "rank 0 failed because of another rank (" in told and "failed first" not in told
+    assert told.index("rank 1 exited too early") < told.index("rank 0 failed because of another rank (")
 
 
 def test_an_exception_is_told_before_its_process_ends(said):

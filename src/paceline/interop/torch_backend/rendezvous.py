@@ -208,7 +208,10 @@ def form_group(
 
 def _formed(rendezvous: GroupRendezvous, patience: timedelta, expected: Sequence[RankIdentity]) -> World:
     rank, size = rendezvous.rank, rendezvous.size
-    store, patience_s = StoreFromTorch(rendezvous.store, patience), to_seconds(patience)
+    # Torch numbers groups in the order of creation. If the ranks create groups in different orders, the ranks of two
+    # groups with the same number must not connect to each other: they wait, and the launcher reports the deadlock.
+    store = PrefixStore(str(rendezvous.identity), StoreFromTorch(rendezvous.store, patience))
+    patience_s = to_seconds(patience)
     backend = choose("paceline")
     with contextlib.ExitStack() as undo:
         with Formation(store, rank, size) as formation:
@@ -271,7 +274,7 @@ def _has_ended(member: RankIdentity) -> bool:
 
 
 @contextlib.contextmanager
-def _secret_of_group(store: StoreFromTorch, rank: int, formation: Formation, patience_s: float) -> Iterator[None]:
+def _secret_of_group(store: Store, rank: int, formation: Formation, patience_s: float) -> Iterator[None]:
     """Shares a secret through torch's store if the job has none. The store itself is never authenticated."""
     mine = job_secret()
     if mine is None and chosen_level() == "encrypt":

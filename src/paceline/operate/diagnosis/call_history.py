@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from paceline.operate.diagnosis.job_snapshot import CallSignature, RankCall, RankState
 
@@ -170,8 +171,12 @@ def _usual(
     (usual, most), *others = counts.most_common()
     if all(count < most for _, count in others):
         return usual, False
-    likely = [header for header in counts if header in coming[:1]] or [header for header in counts if header in past]
-    return (likely[0], False) if len(likely) == 1 else (usual, True)
+    followers = {after for before, after in pairwise(past) if before == past[-1]}
+    for likely in (coming[:1], followers, past):
+        found = [header for header in counts if header in likely]
+        if len(found) == 1:
+            return found[0], False
+    return usual, True
 
 
 def _mismatch_kind(

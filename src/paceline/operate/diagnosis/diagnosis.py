@@ -230,6 +230,8 @@ def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
     where = f" ({ending.line})" if ending.line else ""
     last = max((call for call in first.calls), key=lambda call: call.arrived_s, default=None)
     after = f", {'in' if last.is_open else 'after'} {last}" if last is not None else ""
+    if last is not None and last.line and not ending.line:
+        after += f" ({last.line})"
     alike = [rank for rank in failed if _failed_alike(rank, first)]
     if len(alike) > 1:
         numbers = [rank.rank for rank in alike]
@@ -328,6 +330,8 @@ def _deadlocked(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
     advice = "All ranks must make the calls in the same order"
     if all(wait.call.is_message for wait in cycle):
         advice = "Each message needs a send and a recv with the same tag"
+    if all(wait.is_formation for wait in cycle):
+        advice = "All ranks must create all groups in the same order, including those that they are not members of"
     sentence = f"{beginning(snapshot, blamed)}deadlock: {'; '.join(parts)}. {advice}"
     return Diagnosis(Cause.DEADLOCK, tuple(blamed), sentence)
 
@@ -371,6 +375,8 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
         f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; {who} did not reach this call and left no "
         "recording"
     )
+    if wait.is_formation and min(wait.strangers) >= len(snapshot.ranks) == len(wait.waiters):
+        sentence += f". Check that world_size is not greater than the number of {snapshot.word}s that were started"
     return Diagnosis(Cause.UNKNOWN, wait.strangers, sentence, is_certain=False)
 
 
@@ -417,6 +423,8 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
             "script without it"
         )
         return Diagnosis(Cause.TWICE, wait.waiters, sentence)
+    # While other absent ranks are running, the waiting ranks may turn out to have made a call too many.
+    undecided = [each.rank for each in snapshot.ranks if each.rank in wait.absent and each.ending is None]
     last = max(rank.calls, key=lambda call: call.arrived_s, default=None)
     where = f" ({last.line})" if last is not None and last.line else ""
     is_abandoned = last is not None and has_abandoned(rank, last)
@@ -426,7 +434,9 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
         f"{start}{named(left, snapshot.word)} exited too early, with exit code 0{after}: {waiting(snapshot, wait)}. "
         "Look for a loop with fewer iterations there, or for an exit before the last call"
     )
-    return Diagnosis(Cause.LEFT, tuple(left), sentence)
+    if len(left) == len(wait.waiters):
+        sentence += f", or for a call that only {named(wait.waiters, snapshot.word)} {verb(len(left), 'make')}"
+    return Diagnosis(Cause.LEFT, tuple(left), sentence, is_certain=not undecided)
 
 
 def _has_left(rank: RankState) -> bool:

@@ -45,6 +45,7 @@ _CONSEQUENCE_TEXTS = re.compile(
 # torch's autograd and pybind11 raise a RuntimeError whose message contains the text of Paceline's error.
 _WRAPPED = re.compile(r"\b(PeerLostError|CollectiveTimeoutError|GroupAbortedError|CollectiveMismatchError): rank ")
 _MISMATCH = "CollectiveMismatchError"
+_DEPARTURE = " left the group (its script ended, or it destroyed the process group)"  # see `comm/engine/failures.py`
 _STACKS = re.compile(r"\n\s*(?:At:\n|Exception raised from )")  # stacks that pybind11 and PyTorch append to a message
 # A connection that a child process broke, such as a worker of a DataLoader.
 _OF_CONNECTIONS = ("ConnectionResetError", "BrokenPipeError")
@@ -80,11 +81,22 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: str | None = None  # memory statistics, if the out-of-memory killer killed the worker
     log: str | None = None  # directory with the worker's output
     at_exit: bool = False  # whether the script had finished and the interpreter was shutting down
+    exit_line: str = ""  # the line of the user's code that exited with an error code, such as that of `sys.exit(3)`
 
     @property
     def is_consequence(self) -> bool:
         """Whether another rank's failure explains this one."""
         return self.record is not None and _is_consequence(self.record)
+
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether the ranks' calls did not match. All ranks then raise the same error."""
+        return self.record is not None and _known_kind(self.record.kind, self.record.text) == _MISMATCH
+
+    @property
+    def follows_departure(self) -> bool:
+        """Whether another rank caused this failure by leaving the group, possibly without exiting."""
+        return self.is_consequence and self.record is not None and _DEPARTURE in self.record.text
 
     @property
     def is_interrupt(self) -> bool:
@@ -106,7 +118,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return "OUT_OF_MEMORY"
         if self.record is None:
             return "KILLED" if self.exit_code < 0 else "EXITED"
-        if _known_kind(self.record.kind, self.record.text) == _MISMATCH:
+        if self.is_mismatch:
             return "MISMATCH"
         return "CONSEQUENCE" if self.is_consequence else "EXCEPTION"
 
@@ -117,8 +129,8 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def line(self) -> str:
-        """The line in the user's own code that raised the exception, such as `train.py:71`, or ""."""
-        return "" if self.record is None else _last_user_line(self.record.text)
+        """The line in the user's own code that raised the exception or exited, such as `train.py:71`, or ""."""
+        return self.exit_line if self.record is None else _last_user_line(self.record.text)
 
     @property
     def handled(self) -> str:
@@ -223,8 +235,11 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
     """
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
-    # If another rank caused all failures, that rank did not fail itself, but left early or was lost.
+    # If another rank caused all failures, that rank did not fail itself, but left early or was lost. If calls do not
+    # match, all ranks raise the same error, and the first of them need not be at fault.
     failed = f"failed because of another {word}" if failure.is_consequence else "failed first"
+    if failure.is_mismatch:
+        failed = f"failed because the {word}s' calls do not match"
     line = f"{word} {failure.rank} {failed} ({failure.host}, pid {failure.pid}, {failure.how})"
     if failure.record is not None and printed_by is not None:
         where = "its traceback is above" if printed_by == failure.rank else f"see {word} {printed_by}'s traceback above"
@@ -241,11 +256,13 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
         )
     if code == -signal.SIGKILL:
         return f"{line}; if it was not killed manually, the machine ran out of memory (see dmesg){log}"
+    if failure.exit_line:
+        return f"{line}; it called sys.exit or raised SystemExit at {failure.exit_line}; look at its output above{log}"
     return f"{line}; it left no Python traceback; look at its output above{log}"
 
 
 def report(failures: Sequence[WorkerFailure]) -> str:
-    """Returns one line for each secondary failure, followed by the root cause, because users look at the end first."""
+    """Returns the root cause, followed by one line for each other failure."""
     return "\n".join(report_parts(failures))
 
 
@@ -255,7 +272,9 @@ def report_parts(
     word: str = "rank",
     is_in_view: Callable[[str, str], bool] = lambda _text, _name: False,
 ) -> list[str]:
-    """Returns the parts of `report`. A line before the cause lists the members of `ranks` that did not fail.
+    """Returns the parts of `report`, with a line that lists the members of `ranks` that did not fail.
+
+    A single failure is the last part, because users look at the end first. Of several failures, the cause is the first.
 
     Args:
         failures: At least one failure.
@@ -270,22 +289,24 @@ def report_parts(
     printed_by = next((each.rank for each in (cause, *likewise) if _is_printed(each, word, is_in_view)), None)
     if len(likewise) == 1:
         likewise = []  # a single rank is listed, because a summary would not be shorter
-    parts = []
+    others = []
     for failure in sorted(failures, key=lambda failure: failure.rank):
         if failure is not cause and failure not in likewise:
             what = failure.how
             if failure.record is not None:
                 what = in_one_line(failure.record).partition(". ")[0][:_LONGEST_SUMMARY]
             label = "a consequence" if failure.is_consequence else "failed too"
-            parts.append(f"{word} {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
+            others.append(f"{word} {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
     failed = {failure.rank for failure in failures}
     ended = [str(rank) for rank in ranks if rank not in failed]
-    if ended:
-        parts.append(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) did not fail")
     if likewise:
         numbers = format_cpulist({failure.rank for failure in likewise}).replace(",", ", ")
-        parts.append(f"{word}s {numbers} failed in the same way")
-    return [*parts, describe(cause, word, printed_by)]
+        others.append(f"{word}s {numbers} failed in the same way")
+    unhurt = [f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) did not fail"]
+    if not ended:
+        unhurt = []
+    failed_first = describe(cause, word, printed_by)
+    return [failed_first, *others, *unhurt] if others else [*unhurt, failed_first]
 
 
 def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, str], bool]) -> bool:
@@ -297,9 +318,14 @@ def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, st
 
 
 def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
-    """Returns True if two workers failed with the same exception at the same location, apart from numbers."""
+    """Returns True if two workers failed with the same exception at the same location, apart from numbers.
+
+    The error about calls that do not match is the same on all ranks, although each rank raises it in its own call.
+    """
     if one.record is None or other.record is None:
         return False
+    if one.is_mismatch and other.is_mismatch:
+        return True
     texts = [_without_numbers(_tail(record)) for record in (one.record, other.record)]
     return texts[0] == texts[1]
 
@@ -335,6 +361,20 @@ def read_record(path: str) -> Record | None:
         return Record(**json.loads(Path(path).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def write_exit_line(path: str, trace: TracebackType | None) -> None:
+    """Writes the user's line in the traceback of a SystemExit next to the error file `path`."""
+    if line := _last_user_line("".join(traceback.format_tb(_without_own(trace)))):
+        Path(f"{path}.exit-line").write_text(line)
+
+
+def read_exit_line(path: str) -> str:
+    """Returns the line written by `write_exit_line`, or ""."""
+    try:
+        return Path(f"{path}.exit-line").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def has_begun_exit(path: str) -> bool:

@@ -95,7 +95,8 @@ class Launcher(ABC):
         self._world = range(0)  # ranks on this machine in the latest generation
         self._selector = selectors.DefaultSelector()
         self._watcher = Watchdog(job.stall_after_s, self._watched, self._on_snapshot)
-        self._final_messages: list[str] = []
+        self._headlines: list[str] = []  # printed before the report of the failures
+        self._final_messages: list[str] = []  # printed after it
 
     def __enter__(self) -> Launcher:
         self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signal)
@@ -215,8 +216,8 @@ class Launcher(ABC):
                     self._watcher.start_failure_snapshot(is_deep)
                 case RequestSnapshot():
                     self._watcher.start_snapshot(is_requested=True)
-                case UserMessage(text, is_last=True):
-                    self._final_messages.append(text)
+                case UserMessage(text, is_last=True, is_headline=is_headline):
+                    (self._headlines if is_headline else self._final_messages).append(text)
                 case DashboardWatched(is_on):
                     self._dashboard.send_to_dashboard(is_on)
                 case AskStacks():
@@ -273,6 +274,8 @@ class Launcher(ABC):
         if self._stopped_by is not None:
             return 1
         self._events.write("end", code=end.code)
+        for text in self._headlines:
+            self._say(text)
         if end.failures:
             for part in report_parts(end.failures, self._world, self.word, self._console.is_in_view):
                 self._say(part)

@@ -147,6 +147,7 @@ class WorkerGroupLauncher(Launcher):
         self._interrupted: set[int] = set()  # ranks that received a forwarded Ctrl-C
         self._was_told_to_stop = False
         self._has_explained = False  # whether a failure in this generation has been diagnosed
+        self._has_looked = False  # whether the workers were examined because of a rank that left its group
         self._started_s = 0.0  # start time of the generation (monotonic)
 
     def __exit__(self, *exception: object) -> None:
@@ -211,7 +212,7 @@ class WorkerGroupLauncher(Launcher):
                     self._generation.end()
 
     def _start(self, start: Start) -> None:
-        self._was_told_to_stop = self._has_explained = False
+        self._was_told_to_stop = self._has_explained = self._has_looked = False
         self._started_s = time.monotonic()
         self._watcher.resume()
         if self._job.rendezvous.is_static:
@@ -290,8 +291,14 @@ class WorkerGroupLauncher(Launcher):
         assert generation is not None
         has_left = any(worker.exit_code == 0 for worker in generation.workers)
         is_cause = failure.manner != "CONSEQUENCE" or has_left or len(self._world) > len(generation.workers)
-        if is_cause and not failure.is_interrupt and not self._has_explained and self._stopped_by is None:
+        if failure.is_interrupt or self._has_explained or self._stopped_by is not None:
+            return
+        if is_cause:
             self._has_explained = True
+            self._watcher.start_failure_snapshot()
+        elif failure.follows_departure and not self._has_looked:
+            # The rank may be running after it destroyed its group, so its location must be read before it is stopped.
+            self._has_looked = True
             self._watcher.start_failure_snapshot()
 
     def _on_failure(self, start: Start, failure: WorkerFailure) -> None:

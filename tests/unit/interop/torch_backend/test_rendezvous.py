@@ -12,8 +12,8 @@ import torch
 from torch.distributed import FileStore, HashStore, TCPStore
 from torch.distributed.distributed_c10d import _world
 
-from paceline.errors import StoreTimeoutError
-from paceline.interop.torch_backend.rendezvous import GroupRendezvous, StoreFromTorch, require_own_device
+from paceline.errors import RendezvousTimeoutError, StoreTimeoutError
+from paceline.interop.torch_backend.rendezvous import GroupRendezvous, StoreFromTorch, form_group, require_own_device
 
 
 def rendezvous(name: str, rank: int = 0, occasion: str = "") -> GroupRendezvous:
@@ -98,3 +98,14 @@ def test_tensors_of_another_backend_are_not_staged(monkeypatch):
     require_own_device("8", torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match=r"group '7' was requested .*did not create nccl for tensors on cuda:0"):
         require_own_device("7", torch.device("cuda", 0))
+
+
+def test_groups_of_one_name_with_other_members_never_meet():
+    """Ranks that create groups in different orders give two groups the same name."""
+    store, limit = HashStore(), timedelta(seconds=0.5)
+    alone = form_group(GroupRendezvous(store, 0, 1, limit, [0], "1"))
+    try:
+        with pytest.raises(RendezvousTimeoutError):
+            form_group(GroupRendezvous(store, 1, 2, limit, [0, 1], "1"), limit)
+    finally:
+        alone.group.close()

@@ -32,6 +32,17 @@ def test_the_first_call_that_differs_is_found():
     assert found is not None and found.sequence == 2
 
 
+def test_a_call_that_followed_the_same_call_before_is_expected():
+    past = [B, A, A, A, C, C, A]  # C is predicted, but neither rank calls it
+    one, other = [[*past, last] for last in (A, B)]
+    calls = {
+        rank: [call(number, header) for number, header in enumerate(own, 1)] for rank, own in enumerate((one, other))
+    }
+    found = difference(calls)
+    assert found is not None
+    assert (found.strays, found.expected, found.is_guess) == ((1,), A, False)
+
+
 def steps(*counts: int) -> list[RankCall]:
     numbers = [step for step, count in enumerate(counts) for _ in range(count)]
     return [call(sequence, step=step) for sequence, step in enumerate(numbers, 1)]

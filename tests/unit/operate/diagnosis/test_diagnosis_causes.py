@@ -261,3 +261,53 @@ def test_a_rank_that_the_others_await_in_init_is_told():
     named = replace(waits, seats={"init": GroupMembership(0, 2, "group of ranks [0, 1]", ranks=(0, 1))})
     told = _verdict(JobSnapshot(20.0, (named, absent))).sentence
     assert told.startswith("rank 0 waits in new_group() of the group of ranks [0, 1] (train.py:9); rank 1 has")
+
+
+def test_an_early_exit_is_uncertain_while_other_absent_ranks_run():
+    seen = play([loop([_SUM], _STEPS - (rank != 3), marks=False) for rank in range(4)])
+    running = tuple(replace(rank, ending=None, process=IDLE, place=None) for rank in seen.ranks[1:3])
+    verdict = _verdict(replace(seen, ranks=(seen.ranks[0], *running, seen.ranks[3])))
+    assert (verdict.cause, verdict.is_certain) == (Cause.LEFT, False)
+    decided = _verdict(seen)
+    assert (decided.blamed, decided.is_certain) == ((3,), True)
+    assert "ranks 0-2 have finished the script without it" in decided.sentence
+
+
+def test_of_two_ranks_either_may_have_caused_an_early_exit():
+    told = _verdict(play([loop([_SUM], _STEPS - (rank == 1), marks=False) for rank in range(2)])).sentence
+    assert told.endswith("or for an exit before the last call, or for a call that only rank 0 makes")
+
+
+def test_a_failure_without_a_line_has_that_of_its_last_call():
+    seen = play(_loops(2), stopped=(1, 4))
+    calls = tuple(replace(call, line="train.py:20") for call in seen.ranks[1].calls)
+    killed = replace(seen.ranks[1], calls=calls, ending=RankExitStatus(ExitReason.KILLED, 9.0, "killed by SIGKILL"))
+    told = _verdict(replace(seen, ranks=(seen.ranks[0], killed))).sentence
+    assert "rank 1 failed: killed by SIGKILL, after all_reduce(float32, 4096) call 4 (train.py:20)" in told
+    exited = replace(killed, ending=RankExitStatus(ExitReason.EXITED, 9.0, "exit code 3", "train.py:9"))
+    told = _verdict(replace(seen, ranks=(seen.ranks[0], exited))).sentence
+    assert "rank 1 failed: exit code 3 (train.py:9), after all_reduce(float32, 4096) call 4;" in told
+
+
+def _forming(number: int, group: str, ranks: tuple[int, ...]) -> RankState:
+    call = RankCall(group, 0, CallSignature("new_group"), 5.0, line="train.py:9")
+    seat = GroupMembership(ranks.index(number), len(ranks), f"group {group}", ranks=ranks)
+    place = StackLocation("new_group", "train.py:9", is_call=True)
+    return RankState(number, seats={group: seat}, calls=(call,), place=place)
+
+
+def test_groups_created_in_different_orders_are_told_as_such():
+    verdict = _verdict(JobSnapshot(20.0, (_forming(0, "2", (0, 1)), _forming(1, "1", (0, 1)))))
+    assert verdict.cause is Cause.DEADLOCK
+    assert verdict.sentence.endswith(
+        "All ranks must create all groups in the same order, including those that they are not members of"
+    )
+
+
+def test_a_world_size_that_is_too_great_is_suggested():
+    told = _verdict(JobSnapshot(20.0, tuple(_forming(rank, "0", (0, 1, 2)) for rank in range(2)))).sentence
+    assert "rank 2 did not reach this call and left no recording. Check that world_size is not greater than" in told
+    told = _verdict(JobSnapshot(20.0, (_forming(0, "0", (0, 1, 2)),))).sentence
+    assert "Check that world_size" in told, "it may also be another machine that is missing"
+    told = _verdict(JobSnapshot(20.0, (_forming(1, "0", (0, 1, 2)),))).sentence
+    assert "world_size" not in told, "rank 0 is missing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.operate.launch.failures import (
     Record,
@@ -23,16 +24,17 @@ def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> 
 def test_ranks_that_failed_as_the_first_did_share_a_line():
     alike = [failure(rank, f"ValueError: rank {rank} found no port {40 + rank}", time_s=rank) for rank in (3, 1, 2, 5)]
     other = failure(4, "ValueError: rank 4 found no host", time_s=9.0)
-    assert report([*alike, other]).splitlines()[:3] == [
+    told = report([*alike, other]).splitlines()
+    assert told[0] == "rank 1 failed first (h0, pid 101, exit code 1):"
+    assert told[-2:] == [
         "rank 4 (h0, pid 104), failed too: ValueError: rank 4 found no host",
         "ranks 2-3, 5 failed in the same way",
-        "rank 1 failed first (h0, pid 101, exit code 1):",
     ]
 
 
 def test_the_line_of_a_single_other_rank_stays():
     both = [failure(rank, f"ValueError: rank {rank} found no port", time_s=rank) for rank in (0, 1)]
-    assert report(both).splitlines()[0] == "rank 1 (h0, pid 101), failed too: ValueError: rank 1 found no port"
+    assert report(both).splitlines()[-1] == "rank 1 (h0, pid 101), failed too: ValueError: rank 1 found no port"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_a_traceback_above_is_not_printed_again(printer, end):
     alike = [failure(rank, f"ValueError: rank {rank} found no port {40 + rank}", time_s=rank) for rank in (1, 2)]
     other = failure(4, "ValueError: rank 4 found no host", time_s=9.0)
     told = report_parts([*alike, other], is_in_view=lambda _, name: name == f"rank {printer}")
-    assert told[-1].endswith(f"(h0, pid 101, exit code 1): {end}".replace(": \n", ":\n"))
+    assert told[0].endswith(f"(h0, pid 101, exit code 1): {end}".replace(": \n", ":\n"))
 
 
 @pytest.mark.parametrize(
@@ -65,9 +67,9 @@ def test_a_traceback_above_is_not_printed_again(printer, end):
 def test_what_another_ranks_death_brings_about_is_a_consequence(text):
     assert failure(0, text).is_consequence
     told = report([failure(0, text, time_s=1.0), failure(1, "ValueError: cause", time_s=2.0)])
-    consequence, cause, *_ = told.splitlines()
-    assert consequence.startswith("rank 0 (h0, pid 100), a consequence: ")
+    cause, *_, consequence = told.splitlines()
     assert cause == "rank 1 failed first (h0, pid 101, exit code 1):"
+    assert consequence.startswith("rank 0 (h0, pid 100), a consequence: ")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,22 @@ def test_a_consequence_that_comes_alone_is_not_told_as_the_cause():
     assert report([alone]).startswith("rank 0 failed because of another rank (h0, pid 100, exit code 1):")
     told = report_parts([alone], is_in_view=lambda text, _: text == "PeerLostError: rank 1 was lost")
     assert told[-1].endswith("PeerLostError: rank 1 was lost; its traceback is above"), "its own frames are in view"
+
+
+def test_no_rank_is_the_first_to_fail_if_the_calls_do_not_match():
+    text = "paceline.errors.CollectiveMismatchError: rank {rank} (h0, pid 1): the ranks' calls do not match: ..."
+    lines = ["loss.backward()", "loss.backward()", "dist.barrier()"]
+    failures = [failure(rank, f"{line}\n{text.format(rank=rank)}") for rank, line in enumerate(lines)]
+    failures = [replace(each, record=replace(each.record, kind="CollectiveMismatchError")) for each in failures]
+    told = report(failures).splitlines()
+    assert told[0].startswith("rank 0 failed because the ranks' calls do not match (h0, pid 100, exit code 1)")
+    assert told[-1] == "ranks 1-2 failed in the same way"
+
+
+def test_an_exit_with_a_code_is_told_with_its_line():
+    left = replace(failure(1, None, 3), exit_line="train.py:9")
+    assert (left.manner, left.how, left.line) == ("EXITED", "exit code 3", "train.py:9")
+    assert "it called sys.exit or raised SystemExit at train.py:9" in report([left])
 
 
 def test_signals_are_named_and_those_without_a_name_numbered():

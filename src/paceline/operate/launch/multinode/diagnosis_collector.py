@@ -174,6 +174,7 @@ class DiagnosisCollector(ControllerMiddleware):
     _stall: SnapshotCollection | None = None
     _failure: SnapshotCollection | None = None  # at most two per generation: one for the consequence, one for the cause
     _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # final snapshots of exited workers, by node
+    _places: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # latest snapshots of a failure, by node
     _said: StallReporter = field(default_factory=StallReporter)
     _has_failed: bool = False  # whether a worker in this generation has failed on its own
     _has_looked: bool = False  # whether a failure in this generation has been examined, whatever its cause
@@ -224,6 +225,7 @@ class DiagnosisCollector(ControllerMiddleware):
             if self._failure is not None:
                 self._failure.add(node, arrived)
         elif sighting.is_failure:
+            self._places[node] = arrived
             is_new = not (self._has_failed if _has_cause(picture) else self._has_looked)
             self._has_failed = self._has_failed or _has_cause(picture)
             if is_new and self._failure is None:
@@ -308,28 +310,33 @@ class DiagnosisCollector(ControllerMiddleware):
             self._has_failed = self._has_looked = False
             self._held = self._explained = None
             self._last.clear()
+            self._places.clear()
             self._said = StallReporter()
         ends = [(node, order) for node, order in orders if isinstance(order, JobEnded)]
         if self._has_ended or not ends:
             return orders
         self._has_ended = True
         held, self._held = self._held, None
-        told = [
-            (node, UserMessage(text, is_last=True))
-            for text in self._last_words(ends[0][1], held, now_s)
-            for node, _ in ends
-        ]
+        told = [(node, message) for message in self._last_words(ends[0][1], held, now_s) for node, _ in ends]
         return [*told, *orders]
 
-    def _last_words(self, end: JobEnded, held: HeldDiagnosis | None, now_s: float) -> list[str]:
-        """Returns the sentences to report at the end of a job."""
+    def _last_words(self, end: JobEnded, held: HeldDiagnosis | None, now_s: float) -> list[UserMessage]:
+        """Returns the messages to print at the end of a job.
+
+        A diagnosis is printed last. If none of the failures is the cause, it is printed before them, so that the first
+        line is not about a consequence, and the last line refers to it.
+        """
+        from paceline.operate.diagnosis.finding import reminder
+
         if end.code == 0:
             from paceline.operate.diagnosis.stragglers import describe_slowdowns
 
             pictures = [snapshot.picture for snapshot in self._last.values() if not snapshot.is_short]
-            return explain_or_default(lambda: describe_slowdowns(pictures, self.word), [])
+            sentences = explain_or_default(lambda: describe_slowdowns(pictures, self.word), [])
+            return [UserMessage(sentence, is_last=True) for sentence in sentences]
         seen = self._failure.pictures if self._failure is not None else {}
-        verdict = self._verdict({**seen, **self._last}, now_s) if seen or (self._last and end.failures) else None
+        last = {node: _with_places(snapshot, self._places.get(node)) for node, snapshot in self._last.items()}
+        verdict = self._verdict({**seen, **last}, now_s) if seen or (last and end.failures) else None
         if verdict is None:
             verdict = held.verdict if held is not None else self._explained
         # If no failure was reported, the job ended because a node was lost. A rank that failed earlier is still
@@ -338,16 +345,28 @@ class DiagnosisCollector(ControllerMiddleware):
             return []
         before = self._explained
         if before is not None and (before.cause, before.blamed) == (verdict.cause, verdict.blamed):
-            from paceline.operate.diagnosis.finding import reminder
-
-            return [reminder(verdict, self.word)]
-        return [verdict.sentence]
+            return [UserMessage(reminder(verdict, self.word), is_last=True)]
+        is_headline = bool(end.failures) and all(each.is_consequence or each.is_mismatch for each in end.failures)
+        messages = [UserMessage(verdict.sentence, is_last=True, is_headline=is_headline)]
+        if is_headline:
+            messages.append(UserMessage(reminder(verdict, self.word), is_last=True))
+        return messages
 
     def _forget(self, node: str) -> None:
         super()._forget(node)
         for collection in (self._stall, self._failure):
             if collection is not None:
                 collection.missing.discard(node)
+
+
+def _with_places(last: ReceivedSnapshot, seen: ReceivedSnapshot | None) -> ReceivedSnapshot:
+    """Adds the locations seen after a failure to the final snapshot, for ranks that the launcher stopped later."""
+    places = {rank.rank: rank.place for rank in seen.picture.ranks if rank.ending is None} if seen is not None else {}
+    ranks = tuple(
+        replace(rank, place=places.get(rank.rank)) if rank.ending is None and rank.place is None else rank
+        for rank in last.picture.ranks
+    )
+    return replace(last, picture=replace(last.picture, ranks=ranks))
 
 
 def _has_cause(picture: MachineSnapshot) -> bool:

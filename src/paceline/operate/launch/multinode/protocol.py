@@ -360,7 +360,9 @@ class UserMessage(_NodeMessage, frozen=True):
 
     Attributes:
         text: A sentence for the user.
-        is_last: Whether to print the text after the report of the failures.
+        is_last: Whether to print the text at the end of the job, after the report of the failures.
+        is_headline: Whether to print a text at the end of the job before the report of the failures, because none of
+            these failures is the cause.
         is_stall: Whether the text explains a stall.
         is_failure: Whether the text explains a failure. A text that explains neither a stall nor a failure reports the
             end of a stall.
@@ -369,6 +371,7 @@ class UserMessage(_NodeMessage, frozen=True):
 
     text: str
     is_last: bool = False
+    is_headline: bool = False
     is_stall: bool = False
     is_failure: bool = False
     blamed: tuple[Int64, ...] = ()

@@ -55,7 +55,8 @@ def run(arguments: list[str]) -> None:
     try:
         try:
             _run_script(rest)
-        except SystemExit:
+        except SystemExit as error:
+            uncaught.record_exit(error)
             raise
         except BaseException as error:
             uncaught.record(error)
@@ -248,6 +249,21 @@ class _ExceptionRecorder:
                 return
             except Exception:  # the script's own exception must always propagate
                 pass
+
+    def record_exit(self, error: SystemExit) -> None:
+        """Records the line at which the script exited with an error code, as `sys.exit(3)` does."""
+        import sys  # see `record`
+        from os import getpid
+
+        if not error.code or self._is_recorded or getpid() != self._worker:
+            return
+        sys.path.insert(0, self._package)
+        try:
+            from paceline.operate.launch.failures import write_exit_line
+
+            write_exit_line(self._path, error.__traceback__)
+        except Exception:  # e.g. the disk is full; the exit code is known in any case
+            pass
 
 
 def _print_uncaught() -> None:

@@ -202,6 +202,28 @@ def test_a_rank_that_left_early_is_told_before_the_job_ends():
     assert last.text == "the cause was explained above: a rank's script ended before the others' (rank 3)"
 
 
+def test_the_cause_precedes_failures_that_are_all_consequences():
+    sightings, seen = nodes(1), scene()
+    sightings.inner.failures = (WorkerFailure(0, 1, 1, 0.0, Record(0.0, "PeerLostError", "PeerLostError: rank 3")),)
+    sightings.reported("a", SnapshotReport(finished(seen, range(4), 3, 0), is_failure=True), 1.0)
+    (_, headline), (_, last), (_, end) = sightings.ended("a", "", 1.0 + HOLD_S / 2)
+    assert headline.is_headline and "rank 3 exited too early" in headline.text
+    assert last.text == "the cause was explained above: a rank's script ended before the others' (rank 3)"
+    assert (last.is_last, last.is_headline) == (True, False)
+    assert isinstance(end, JobEnded)
+
+
+def test_a_rank_that_was_stopped_keeps_its_location():
+    sightings, seen = nodes(1), scene()
+    sightings.inner.failures = (WorkerFailure(0, 1, 1, 0.0, Record(0.0, "PeerLostError", "PeerLostError: rank 3")),)
+    sightings.reported("a", failed(seen, range(4)), 1.0)
+    ranks = tuple(replace(rank, place=None, process=None) for rank in seen.ranks)
+    last = machine_snapshot.encode(MachineSnapshot(seen.now_s, ranks))
+    sightings.reported("a", SnapshotReport(last, is_last=True), 2.0)
+    (_, told), *_ = sightings.ended("a", "", 3.0)
+    assert "rank 3 has not reached this call: it is in DataLoader.__next__ (train.py:71)" in told.text
+
+
 def test_a_job_that_ends_soon_is_explained_only_once():
     sightings, seen = nodes(1), scene()
     sightings.inner.failures = (WorkerFailure(3, 1, 1, 0.0, Record(0.0, "ValueError", "ValueError: bad")),)

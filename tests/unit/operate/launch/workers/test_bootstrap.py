@@ -33,3 +33,17 @@ def test_an_exception_is_recorded_in_spite_of_an_interruption(monkeypatch, tmp_p
     recorder.record(first)
     recorder.record(later)
     assert recorded == [first, first]
+
+
+def test_the_line_of_an_exit_with_an_error_code_is_recorded(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = str(tmp_path / "error")
+    recorder = bootstrap._ExceptionRecorder(path)
+    for code in (None, 0, 3):
+        assert failures.read_exit_line(path) == ""
+        try:
+            sys.exit(code)
+        except SystemExit as error:
+            recorder.record_exit(error)
+            line = error.__traceback__.tb_lineno
+    assert failures.read_exit_line(path) == f"{Path(__file__).name}:{line}"
