@@ -26,7 +26,8 @@ def test_a_worker_that_is_left_writes_it_alone(tmp_path: Path, monkeypatch: pyte
     manager.close()
     monkeypatch.undo()
     state = {"step": 0}
-    newest = dist.CheckpointManager(tmp_path).restore(state)
+    with dist.CheckpointManager(tmp_path) as other:
+        newest = other.restore(state)
     assert (newest, state) == ((3, {"step": 3}) if saved == 3 else (None, {"step": 0}))
 
 
