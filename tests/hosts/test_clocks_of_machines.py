@@ -45,7 +45,9 @@ def test_the_true_offset_of_clocks_lies_within_the_error(machines):
         assert abs(clock.offset_ns + host * SHIFT_S * 10**9) <= clock.error_ns < 10**9
     recordings, error_ns = read_aligned(directories)
     assert error_ns == max(clock.error_ns for clock in clocks)
-    mine, theirs = [{call.sequence: call for call in each.calls if call.group == 1} for each in recordings]
+    mine, theirs = [
+        {call.sequence: call for call in each.calls if call.operation == "all_reduce"} for each in recordings
+    ]
     both = mine.keys() & theirs.keys()
     assert len(both) >= 50
     for sequence in both:  # neither can exit before the other has started
