@@ -125,7 +125,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def summary(self) -> str:
         """The exception's message, shortened to one line, or `how` if there is no exception."""
-        return self.how if self.record is None else in_one_line(self.record)[:_LONGEST_SUMMARY]
+        return self.how if self.record is None else _summarized(in_one_line(self.record))
 
     @property
     def line(self) -> str:
@@ -138,8 +138,17 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         text = "" if self.record is None else self.record.text
         before, during, _ = text.partition(_DURING)
         after_frames = re.split(r"^ .*\n", before, flags=re.MULTILINE)[-1] if during else ""
-        exception, line = after_frames.partition("\n")[0][:_LONGEST_SUMMARY], _last_user_line(before)
+        exception, line = _summarized(after_frames.partition("\n")[0]), _last_user_line(before)
         return f"{exception} ({line})" if exception and line else exception
+
+
+def _summarized(text: str) -> str:
+    """Shortens a long text to its first sentences, or to whole words if the first sentence is too long."""
+    if len(text) <= _LONGEST_SUMMARY:
+        return text
+    start = text[:_LONGEST_SUMMARY]
+    sentences, found, _ = start.rpartition(". ")
+    return sentences if found else start.rpartition(" ")[0] + " ..."
 
 
 def _last_user_line(text: str) -> str:
@@ -294,7 +303,7 @@ def report_parts(
         if failure is not cause and failure not in likewise:
             what = failure.how
             if failure.record is not None:
-                what = in_one_line(failure.record).partition(". ")[0][:_LONGEST_SUMMARY]
+                what = _summarized(in_one_line(failure.record).partition(". ")[0])
             label = "a consequence" if failure.is_consequence else "failed too"
             others.append(f"{word} {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
     failed = {failure.rank for failure in failures}

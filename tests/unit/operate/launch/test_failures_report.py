@@ -21,6 +21,17 @@ def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> 
     return WorkerFailure(rank, 100 + rank, code, time_s, record, host="h0")
 
 
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("E: " + "first sentence. " * 3 + "word " * 60, "E: first sentence. first sentence. first sentence"),
+        ("E: " + "word " * 60, "E: " + "word " * 39 + "..."),
+    ],
+)
+def test_a_long_text_is_cut_after_a_word(text, summary):
+    assert failure(0, text).summary == summary
+
+
 def test_ranks_that_failed_as_the_first_did_share_a_line():
     alike = [failure(rank, f"ValueError: rank {rank} found no port {40 + rank}", time_s=rank) for rank in (3, 1, 2, 5)]
     other = failure(4, "ValueError: rank 4 found no host", time_s=9.0)
