@@ -103,11 +103,13 @@ os.environ["RANK"] == "1" and time.sleep(300)
 dist.init_process_group("paceline")
 """
 ABANDONED = """
-import os
+import os, time
 import torch
 import paceline as dist
 dist.init_process_group("paceline")
 for step in range(20):
+    if step == 10 and dist.get_rank() == 0:
+        time.sleep(0.5)  # the call of rank 1 cannot complete before that rank exits
     work = dist.all_reduce(torch.ones(1), async_op=True)
     if step == 10 and dist.get_rank() == 1:
         os._exit(0)
