@@ -23,7 +23,8 @@ from paceline.cli.doctor import Confidence, Diagnostic
 from paceline.cli.doctor.command import check_script
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-from planted_mistakes import HEALTHY, RANK_MISTAKES, TRAINING_MISTAKES
+from healthy_scripts import HEALTHY
+from planted_mistakes import RANK_MISTAKES, TRAINING_MISTAKES
 
 REPOSITORIES = [
     "17Skye17/pytorch-DDP-code-snippet", "AaltoRSE/pytorch-ddp-imagenet", "Alibaba-MIIL/ASL",

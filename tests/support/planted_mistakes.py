@@ -1,11 +1,11 @@
-"""Training scripts with one mistake each, on the line that ends in `# !`, and correct scripts."""
+"""Training scripts with one mistake each, on the line that ends in `# !`."""
 
 from __future__ import annotations
 
 from textwrap import dedent
 
 
-def _script(text: str) -> str:
+def script(text: str) -> str:
     return dedent(text).strip() + "\n"
 
 
@@ -27,20 +27,20 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 
 
-def _started(text: str) -> str:
-    return _START.lstrip() + _script(text)
+def started(text: str) -> str:
+    return _START.lstrip() + script(text)
 
 
 RANK_MISTAKES: dict[str, list[str]] = {
     "no-main-guard": [
-        _script("""
+        script("""
             import torch.multiprocessing as mp
             import torch.distributed as dist
             def work(rank):
                 dist.init_process_group("gloo", rank=rank, world_size=2)
             mp.spawn(work, nprocs=2)  # !
         """),
-        _script("""
+        script("""
             import paceline as dist
             def work(rank):
                 dist.init_process_group()
@@ -48,7 +48,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
                 dist.spawn(work, nprocs=2)  # !
             main()
         """),
-        _script("""
+        script("""
             import torch.multiprocessing as mp
             import torch.distributed as dist
             def work(rank, size):
@@ -58,7 +58,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
             for process in processes:
                 process.start()
         """),
-        _script("""
+        script("""
             from torch import multiprocessing as mp
             import torch.distributed as dist
             def run(rank):
@@ -67,7 +67,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
             ps = [ctx.Process(target=run, args=(r,)) for r in range(2)]  # !
             [p.start() for p in ps]
         """),
-        _script("""
+        script("""
             from multiprocessing import Process, set_start_method
             import torch.distributed as dist
             def run(rank):
@@ -79,12 +79,12 @@ RANK_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "spawn-target": [
-        _script("""
+        script("""
             import paceline as dist
             if __name__ == "__main__":
                 dist.spawn(lambda rank: dist.init_process_group(), nprocs=2)  # !
         """),
-        _script("""
+        script("""
             import torch.multiprocessing as mp
             def main():
                 def work(rank):
@@ -95,7 +95,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "not-all-ranks": [
-        _started("""
+        started("""
             from torch.distributed.optim import ZeroRedundancyOptimizer
             sharded = ZeroRedundancyOptimizer(
                 model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1,
@@ -104,7 +104,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
             if rank == 0:
                 sharded.consolidate_state_dict(to=0)  # !
         """),
-        _script("""
+        script("""
             import torch
             import torch.distributed as dist
             from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -114,19 +114,19 @@ RANK_MISTAKES: dict[str, list[str]] = {
                 state = model.state_dict()  # !
                 torch.save(state, "model.pt")
         """),
-        _started("if rank == 0:\n    dist.all_reduce(loss)  # !"),
-        _started("if rank < 2:\n    dist.all_reduce(torch.ones(1))  # !"),
-        _started("if rank in (0, 1):\n    dist.barrier()  # !"),
-        _started("if not rank:\n    dist.broadcast(loss, 0)  # !"),
-        _started("if rank % 2 == 0:\n    group = dist.new_group([0, 2, 4])  # !"),
-        _started("if rank < 2:\n    group = dist.new_group([0, 1])  # !"),
-        _started("is_main = rank == 0\nif is_main and os.path.exists('x'):\n    dist.barrier()  # !"),
-        _started("rank == 0 and dist.barrier()  # !"),
-        _started("def evaluate():\n    dist.all_reduce(loss)  # !\nif rank == 0:\n    evaluate()"),
-        _started("def log():\n    if rank != 0:\n        return\n    dist.barrier()  # !\nlog()"),
-        _started("if rank != world_size - 1:\n    dist.all_gather_object(xs, rank)  # !"),
-        _started("if int(os.environ['LOCAL_RANK']) == 0:\n    dist.barrier()  # !"),
-        _script("""
+        started("if rank == 0:\n    dist.all_reduce(loss)  # !"),
+        started("if rank < 2:\n    dist.all_reduce(torch.ones(1))  # !"),
+        started("if rank in (0, 1):\n    dist.barrier()  # !"),
+        started("if not rank:\n    dist.broadcast(loss, 0)  # !"),
+        started("if rank % 2 == 0:\n    group = dist.new_group([0, 2, 4])  # !"),
+        started("if rank < 2:\n    group = dist.new_group([0, 1])  # !"),
+        started("is_main = rank == 0\nif is_main and os.path.exists('x'):\n    dist.barrier()  # !"),
+        started("rank == 0 and dist.barrier()  # !"),
+        started("def evaluate():\n    dist.all_reduce(loss)  # !\nif rank == 0:\n    evaluate()"),
+        started("def log():\n    if rank != 0:\n        return\n    dist.barrier()  # !\nlog()"),
+        started("if rank != world_size - 1:\n    dist.all_gather_object(xs, rank)  # !"),
+        started("if int(os.environ['LOCAL_RANK']) == 0:\n    dist.barrier()  # !"),
+        script("""
             import torch
             import torch.distributed as dist
             class Trainer:
@@ -145,13 +145,13 @@ RANK_MISTAKES: dict[str, list[str]] = {
             dist.init_process_group("nccl")
             Trainer().train()
         """),
-        _script("""
+        script("""
             import horovod.torch as hvd
             hvd.init()
             if hvd.rank() == 0:
                 hvd.allreduce(loss)  # !
         """),
-        _script("""
+        script("""
             import sys
             import torch.distributed as dist
             dist.init_process_group("gloo")
@@ -159,9 +159,9 @@ RANK_MISTAKES: dict[str, list[str]] = {
                 sys.exit(0)
             dist.barrier()  # !
         """),
-        _started("loss = model(x).sum()\nif rank == 0:\n    loss.backward()  # !"),
-        _started("if rank == 0:\n    model2 = dist.DistributedDataParallel(nn.Linear(1, 1))  # !"),
-        _script("""
+        started("loss = model(x).sum()\nif rank == 0:\n    loss.backward()  # !"),
+        started("if rank == 0:\n    model2 = dist.DistributedDataParallel(nn.Linear(1, 1))  # !"),
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
@@ -169,7 +169,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
             if loss.item() > 0.5:
                 dist.all_reduce(loss)  # !
         """),
-        _script("""
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
@@ -177,7 +177,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
             if dist.get_rank() in ranks:
                 g = dist.new_group(ranks)  # !
         """),
-        _script("""
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
@@ -186,14 +186,14 @@ RANK_MISTAKES: dict[str, list[str]] = {
             else:
                 dist.barrier()  # !
         """),
-        _script("""
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
             x = torch.ones(1)
             y = dist.all_reduce(x) if dist.get_rank() == 0 else None  # !
         """),
-        _script("""
+        script("""
             import torch
             import torch.distributed as dist
             import torch.multiprocessing as mp
@@ -204,7 +204,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
             if __name__ == '__main__':
                 mp.spawn(run, args=(4,), nprocs=4)
         """),
-        _script("""
+        script("""
             import torch
             import torch.distributed as dist
             import torch.multiprocessing as mp
@@ -220,7 +220,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
                     ps.append(p)
                 for p in ps: p.join()
         """),
-        _script("""
+        script("""
             import argparse
             import torch
             parser = argparse.ArgumentParser()
@@ -246,7 +246,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "different-order": [
-        _started("""
+        started("""
             if rank == 0:
                 dist.broadcast(a, 0)  # !
                 dist.all_reduce(b)
@@ -256,21 +256,21 @@ RANK_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "different-group": [
-        _started("""
+        started("""
             half = world_size // 2
             if rank < half:
                 group = dist.new_group(list(range(half)))  # !
             else:
                 group = dist.new_group(list(range(half, world_size)))
         """),
-        _started("pair = dist.new_group([rank, rank ^ 1])  # !"),
+        started("pair = dist.new_group([rank, rank ^ 1])  # !"),
     ],
     "same-output": [
-        _started("outputs = [torch.zeros(4)] * world_size\ndist.all_gather(outputs, torch.ones(4))  # !"),
-        _started("dist.gather(loss, [torch.empty_like(loss)] * world_size if rank == 0 else None, dst=0)  # !"),
+        started("outputs = [torch.zeros(4)] * world_size\ndist.all_gather(outputs, torch.ones(4))  # !"),
+        started("dist.gather(loss, [torch.empty_like(loss)] * world_size if rank == 0 else None, dst=0)  # !"),
     ],
     "receive-deadlock": [
-        _script("""
+        script("""
             import torch
             import torch.distributed as dist
             import torch.multiprocessing as mp
@@ -284,16 +284,16 @@ RANK_MISTAKES: dict[str, list[str]] = {
             if __name__ == "__main__":
                 mp.spawn(run, args=(2,), nprocs=2)
         """),
-        _started("dist.recv(loss, (rank - 1) % world_size)  # !\ndist.send(loss, (rank + 1) % world_size)"),
+        started("dist.recv(loss, (rank - 1) % world_size)  # !\ndist.send(loss, (rank + 1) % world_size)"),
     ],
     "different-root": [
-        _started("dist.broadcast(loss, src=rank)  # !"),
-        _started("dist.broadcast_object_list(objects, dist.get_rank())  # !"),
+        started("dist.broadcast(loss, src=rank)  # !"),
+        started("dist.broadcast_object_list(objects, dist.get_rank())  # !"),
     ],
-    "message-to-itself": [_started("if rank == 0:\n    dist.send(loss, 0)  # !")],
-    "no-receiver": [_started("if rank == 0:\n    dist.send(loss, 1)  # !")],
+    "message-to-itself": [started("if rank == 0:\n    dist.send(loss, 0)  # !")],
+    "no-receiver": [started("if rank == 0:\n    dist.send(loss, 1)  # !")],
     "uneven-loop": [
-        _started("""
+        started("""
             loader = DataLoader(train_set, 8, sampler=DistributedSampler(train_set, shuffle=False))
             best, patience = float("inf"), 0
             for epoch in range(100):
@@ -309,8 +309,8 @@ RANK_MISTAKES: dict[str, list[str]] = {
                 if patience >= 5:
                     break  # !
         """),
-        _started("for _ in range(rank + 1):  # !\n    dist.all_reduce(loss)"),
-        _started("""
+        started("for _ in range(rank + 1):  # !\n    dist.all_reduce(loss)"),
+        started("""
             loader = DataLoader(train_set, 8, sampler=DistributedSampler(train_set))
             for x, y in loader:
                 loss = nn.functional.mse_loss(model(x), y)
@@ -318,13 +318,13 @@ RANK_MISTAKES: dict[str, list[str]] = {
                 if loss.item() < 0.1:
                     break  # !
         """),
-        _started("""
+        started("""
             for step in range(100):
                 if rank == 1 and step == 5:
                     break  # !
                 dist.all_reduce(torch.ones(1))
         """),
-        _started("""
+        started("""
             import time
             begin = time.time()
             while True:
@@ -332,7 +332,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
                 if time.time() - begin > 60:
                     break  # !
         """),
-        _started("""
+        started("""
             def train(loader):
                 for x, y in loader:
                     loss = nn.functional.mse_loss(model(x), y)
@@ -341,13 +341,13 @@ RANK_MISTAKES: dict[str, list[str]] = {
                     loss.backward()
             train(DataLoader(train_set, 8, sampler=DistributedSampler(train_set)))
         """),
-        _started("""
+        started("""
             for step, (x, y) in enumerate(DataLoader(train_set, sampler=DistributedSampler(train_set))):
                 if step >= 100 - rank:
                     break  # !
                 model(x).sum().backward()
         """),
-        _script("""
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
@@ -355,7 +355,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
             for _ in range(steps):  # !
                 dist.all_reduce(torch.ones(1))
         """),
-        _script("""
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
@@ -365,7 +365,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
                 loss = model(torch.randn(8, 4)).pow(2).mean()
                 loss.backward()
         """),
-        _script("""
+        script("""
             import random
             import torch
             import paceline as dist
@@ -375,7 +375,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
                     break  # !
                 dist.barrier()
         """),
-        _script("""
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
@@ -385,7 +385,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
                     break  # !
                 dist.barrier()
         """),
-        _script("""
+        script("""
             import torch
             import paceline as dist
             from torch.utils.data import DataLoader
@@ -402,17 +402,17 @@ RANK_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "all-ranks-save": [
-        _started("torch.save(model.module.state_dict(), 'model.pt')  # !"),
-        _started(
+        started("torch.save(model.module.state_dict(), 'model.pt')  # !"),
+        started(
             "for epoch in range(9):\n    if epoch % 3 == 0:\n        torch.save(optimizer.state_dict(), 'o.pt')  # !"
         ),
-        _started("with open('log.txt', 'w') as f:  # !\n    f.write('done')"),
-        _started("log = open(os.path.join('out', 'log.txt'), mode='w')  # !"),
-        _started("if rank != 0:\n    torch.save(optimizer.state_dict(), 'o.pt')  # !"),
-        _started("model.module.save_pretrained('out')  # !"),
-        _started("from pathlib import Path\nPath('metrics.json').write_text('{}')  # !"),
-        _started("import numpy as np\nnp.save('out.npy', [1])  # !"),
-        _script("""
+        started("with open('log.txt', 'w') as f:  # !\n    f.write('done')"),
+        started("log = open(os.path.join('out', 'log.txt'), mode='w')  # !"),
+        started("if rank != 0:\n    torch.save(optimizer.state_dict(), 'o.pt')  # !"),
+        started("model.module.save_pretrained('out')  # !"),
+        started("from pathlib import Path\nPath('metrics.json').write_text('{}')  # !"),
+        started("import numpy as np\nnp.save('out.npy', [1])  # !"),
+        script("""
             import argparse, torch
             import torch.distributed as dist
             class Trainer:
@@ -430,14 +430,14 @@ RANK_MISTAKES: dict[str, list[str]] = {
             if __name__ == "__main__":
                 main()
         """),
-        _script("""
+        script("""
             import logging
             import paceline as dist
             dist.init_process_group()
             logging.basicConfig(filename='train.log', filemode='w')  # !
             logging.info('x')
         """),
-        _script("""
+        script("""
             import torch
             import torch.distributed as dist
             from absl import app
@@ -448,24 +448,24 @@ RANK_MISTAKES: dict[str, list[str]] = {
                 app.run(main)
         """),
     ],
-    "all-ranks-mkdir": [_started("os.makedirs('out')  # !"), _started("os.mkdir('out')  # !")],
+    "all-ranks-mkdir": [started("os.makedirs('out')  # !"), started("os.mkdir('out')  # !")],
     "all-ranks-download": [
-        _started("from torchvision import datasets\nd = datasets.MNIST('data', train=True, download=True)  # !"),
-        _started("import urllib.request\nurllib.request.urlretrieve(url, 'data.zip')  # !"),
-        _started("os.system('wget https://example.org/data.zip')  # !"),
-        _script("""
+        started("from torchvision import datasets\nd = datasets.MNIST('data', train=True, download=True)  # !"),
+        started("import urllib.request\nurllib.request.urlretrieve(url, 'data.zip')  # !"),
+        started("os.system('wget https://example.org/data.zip')  # !"),
+        script("""
             import torchvision
             import paceline as dist
             dist.init_process_group()
             train = torchvision.datasets.CIFAR10('data', True, download=True)  # !
         """),
-        _script("""
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
             torch.hub.download_url_to_file('https://x/y.pt', 'y.pt')  # !
         """),
-        _script("""
+        script("""
             from urllib.request import urlretrieve
             import os
             import paceline as dist
@@ -473,7 +473,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
             if not os.path.exists('y.pt'):
                 urlretrieve('https://x/y.pt', 'y.pt')  # !
         """),
-        _script("""
+        script("""
             import torchvision
             import paceline as dist
             train = torchvision.datasets.CIFAR10('data', True, download=True)  # !
@@ -481,10 +481,10 @@ RANK_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "no-wait": [
-        _started("dist.all_reduce(loss, async_op=True)  # !\nprint(loss)"),
-        _started("work = dist.broadcast(loss, 0, async_op=True)  # !"),
-        _started("if rank == 0:\n    dist.isend(loss, 1)  # !\nelse:\n    dist.recv(loss, 0)"),
-        _script("""
+        started("dist.all_reduce(loss, async_op=True)  # !\nprint(loss)"),
+        started("work = dist.broadcast(loss, 0, async_op=True)  # !"),
+        started("if rank == 0:\n    dist.isend(loss, 1)  # !\nelse:\n    dist.recv(loss, 0)"),
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
@@ -493,7 +493,7 @@ RANK_MISTAKES: dict[str, list[str]] = {
                 handles.append(dist.all_reduce(p.grad, async_op=True))  # !
             optimizer.step()
         """),
-        _script("""
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
@@ -505,17 +505,17 @@ RANK_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "use-before-wait": [
-        _started("work = dist.all_reduce(loss, async_op=True)\nloss /= world_size  # !\nwork.wait()"),
-        _started("work = dist.all_reduce(loss, async_op=True)\nprint(loss.item())  # !\nwork.wait()"),
+        started("work = dist.all_reduce(loss, async_op=True)\nloss /= world_size  # !\nwork.wait()"),
+        started("work = dist.all_reduce(loss, async_op=True)\nprint(loss.item())  # !\nwork.wait()"),
     ],
     "before-init": [
-        _script("""
+        script("""
             import torch
             import paceline as dist
             model = dist.DistributedDataParallel(torch.nn.Linear(4, 1))  # !
             dist.init_process_group()
         """),
-        _script("""
+        script("""
             import torch
             import torch.distributed as dist
             from torch.nn.parallel import DistributedDataParallel as DDP
@@ -527,12 +527,12 @@ RANK_MISTAKES: dict[str, list[str]] = {
             if __name__ == "__main__":
                 main()
         """),
-        _script("""
+        script("""
             import torch.distributed as dist
             rank = dist.get_rank()  # !
             dist.init_process_group("gloo")
         """),
-        _script("""
+        script("""
             import torch
             import paceline as dist
             def main():
@@ -548,11 +548,11 @@ RANK_MISTAKES: dict[str, list[str]] = {
 
 TRAINING_MISTAKES: dict[str, list[str]] = {
     "changed-after-wrap": [
-        _started("model.module.head = nn.Linear(4, 10)  # !"),
-        _started("model.module[0] = nn.Linear(4, 10)  # !"),
-        _started("model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # !"),
-        _started("model.module.add_module('head', nn.Linear(4, 10))  # !"),
-        _script("""
+        started("model.module.head = nn.Linear(4, 10)  # !"),
+        started("model.module[0] = nn.Linear(4, 10)  # !"),
+        started("model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # !"),
+        started("model.module.add_module('head', nn.Linear(4, 10))  # !"),
+        script("""
             import torch.nn as nn
             import paceline as dist
             class Net(nn.Module):
@@ -564,14 +564,14 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
             model = dist.DistributedDataParallel(net)
             net.fc = nn.Linear(4, 2)  # !
         """),
-        _script("""
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
             model = dist.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4)))
             model.fc = torch.nn.Linear(4, 2)  # !
         """),
-        _script("""
+        script("""
             import torch
             from torch import nn
             import paceline as dist
@@ -588,7 +588,7 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
             model = dist.DistributedDataParallel(Net())
             new_head(model.module, 10)
         """),
-        _script("""
+        script("""
             import torch
             import torchvision
             import paceline as dist
@@ -599,8 +599,8 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "not-wrapped": [
-        _started("model.module(x).sum().backward()  # !"),
-        _script("""
+        started("model.module(x).sum().backward()  # !"),
+        script("""
             import torch.nn as nn
             import paceline as dist
             dist.init_process_group()
@@ -611,7 +611,7 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "never-wrapped": [
-        _script("""
+        script("""
             import torch
             import torch.distributed as dist
             from torch.utils.data import DataLoader, DistributedSampler
@@ -626,7 +626,7 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "never-averaged": [
-        _started("""
+        started("""
             for x in train_set:
                 with model.no_sync():
                     model(x).sum().backward()  # !
@@ -634,7 +634,7 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "different-split": [
-        _started("""
+        started("""
             torch.manual_seed(42 + rank)
             kept, rest = torch.utils.data.random_split(train_set, [80, 20])
             sampler = DistributedSampler(kept, shuffle=False)  # !
@@ -642,11 +642,9 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "wrapped-state-dict": [
-        _started("if rank == 0:\n    torch.save(model.state_dict(), 'model.pt')  # !"),
-        _started(
-            "state = {'model': model.state_dict(), 'epoch': 1}\nif rank == 0:\n    torch.save(state, 'm.pt')  # !"
-        ),
-        _script("""
+        started("if rank == 0:\n    torch.save(model.state_dict(), 'model.pt')  # !"),
+        started("state = {'model': model.state_dict(), 'epoch': 1}\nif rank == 0:\n    torch.save(state, 'm.pt')  # !"),
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
@@ -656,9 +654,9 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "no-sampler": [
-        _started("loader = DataLoader(train_set, batch_size=8, shuffle=True)  # !"),
-        _started("loader = DataLoader(train_set, 8)  # !\nfor x, y in loader:\n    model(x).sum().backward()"),
-        _started("""
+        started("loader = DataLoader(train_set, batch_size=8, shuffle=True)  # !"),
+        started("loader = DataLoader(train_set, 8)  # !\nfor x, y in loader:\n    model(x).sum().backward()"),
+        started("""
             from torchvision.datasets import FakeData
             def train(loader):
                 for x, y in loader:
@@ -667,22 +665,22 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "shuffle": [
-        _started("""
+        started("""
             options = {"sampler": DistributedSampler(train_set)}
             options["shuffle"] = True
             loader = DataLoader(train_set, **options)  # !
         """),
-        _started("s = DistributedSampler(train_set)\nloader = DataLoader(train_set, sampler=s, shuffle=True)  # !"),
+        started("s = DistributedSampler(train_set)\nloader = DataLoader(train_set, sampler=s, shuffle=True)  # !"),
     ],
     "no-set-epoch": [
-        _started("""
+        started("""
             sampler = DistributedSampler(train_set)  # !
             loader = DataLoader(train_set, sampler=sampler)
             for epoch in range(3):
                 for x, y in loader:
                     model(x).sum().backward()
         """),
-        _started("""
+        started("""
             loader = DataLoader(train_set, sampler=DistributedSampler(train_set, seed=1))  # !
             def train():
                 for x, y in loader:
@@ -690,7 +688,7 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
             for epoch in range(3):
                 train()
         """),
-        _script("""
+        script("""
             import torch
             from torch.utils.data import DataLoader
             import paceline as dist
@@ -704,7 +702,7 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "train-sampler": [
-        _started("""
+        started("""
             loader = DataLoader(test_set, sampler=DistributedSampler(test_set))  # !
             correct = torch.zeros(1)
             with torch.no_grad():
@@ -713,7 +711,7 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
             dist.all_reduce(correct)
             print(correct.item() / len(loader.dataset))
         """),
-        _script("""
+        script("""
             import torch
             from torch.utils.data import DataLoader
             import paceline as dist
@@ -729,14 +727,14 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "other-sampler": [
-        _started("""
+        started("""
             sampler = DistributedSampler(train_set)
             loader = DataLoader(test_set, sampler=sampler)  # !
             model.eval()
             for x, y in loader:
                 correct = model(x) == y
         """),
-        _script("""
+        script("""
             import torch
             from torch.utils.data import DataLoader, TensorDataset
             import paceline as dist
@@ -751,23 +749,23 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "batch-size": [
-        _started(
+        started(
             "s = DistributedSampler(train_set)\nloader = DataLoader(train_set, batch_size=8 * world_size, sampler=s)"
             "  # !"
         ),
-        _started("""
+        started("""
             batch_size = 8
             batch_size *= dist.get_world_size()
             s = DistributedSampler(train_set)
             loader = DataLoader(train_set, batch_size, sampler=s)  # !
         """),
-        _started("""
+        started("""
             import argparse
             args = argparse.ArgumentParser().parse_args()
             s = DistributedSampler(train_set)
             loader = DataLoader(train_set, batch_size=args.batch * world_size, sampler=s)  # !
         """),
-        _script("""
+        script("""
             import torch
             from torch.utils.data import DataLoader
             import paceline as dist
@@ -779,20 +777,20 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "no-map-location": [
-        _started("model.module.load_state_dict(torch.load('model.pt'))  # !"),
-        _started("checkpoint = torch.load('model.pt')  # !"),
+        started("model.module.load_state_dict(torch.load('model.pt'))  # !"),
+        started("checkpoint = torch.load('model.pt')  # !"),
     ],
     "first-gpu": [
-        _started("model.to('cuda:0')  # !"),
-        _started("device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')  # !"),
-        _started("x = torch.zeros(4, device='cuda:0')  # !"),
-        _started("model.cuda(0)  # !"),
-        _script(
+        started("model.to('cuda:0')  # !"),
+        started("device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')  # !"),
+        started("x = torch.zeros(4, device='cuda:0')  # !"),
+        started("model.cuda(0)  # !"),
+        script(
             "import torch\nimport paceline as dist\ndist.init_process_group()\nnet = torch.nn.Linear(4, 1).cuda()  # !"
         ),
-        _script("import torch\nimport paceline as dist\ndist.init_process_group()\nmodel.to('cuda')  # !"),
-        _script("import torch\nimport paceline as dist\ndist.init_process_group()\ntorch.cuda.set_device(0)  # !"),
-        _script("""
+        script("import torch\nimport paceline as dist\ndist.init_process_group()\nmodel.to('cuda')  # !"),
+        script("import torch\nimport paceline as dist\ndist.init_process_group()\ntorch.cuda.set_device(0)  # !"),
+        script("""
             import torch
             import paceline as dist
             dist.init_process_group()
@@ -800,784 +798,11 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
         """),
     ],
     "rank-as-gpu": [
-        _started("other = dist.DistributedDataParallel(model, device_ids=[dist.get_rank()])  # !"),
-        _started("torch.cuda.set_device(rank)  # !"),
+        started("other = dist.DistributedDataParallel(model, device_ids=[dist.get_rank()])  # !"),
+        started("torch.cuda.set_device(rank)  # !"),
     ],
     "late-visible-devices": [
-        _started("os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']  # !"),
+        started("os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']  # !"),
     ],
 }
 """By rule of `training_rules.py`."""
-
-
-HEALTHY: dict[str, str] = {
-    "a wrapper that an option chooses": _script("""
-        import sys
-        import apex
-        import torch
-        import torch.distributed as dist
-        from torch import nn
-        dist.init_process_group("gloo")
-        if sys.argv[1] == "apex":
-            wrap = apex.parallel.DistributedDataParallel
-        else:
-            wrap = nn.parallel.DistributedDataParallel
-        model = wrap(nn.Linear(8, 8))
-        for step in range(10):
-            model(torch.randn(4, 8)).square().mean().backward()
-    """),
-    "files that the ranks write in turns": _started("""
-        class Runner:
-            def __init__(self):
-                self.master = dist.get_rank() == 0
-            def prepare(self):
-                if not self.master:
-                    dist.barrier()
-                if not os.path.exists("data.txt"):
-                    with open("data.txt", "w") as f:
-                        f.write("done")
-                if self.master:
-                    dist.barrier()
-        Runner().prepare()
-    """),
-    "a function that returns its first result again": _started("""
-        from functools import cache
-        @cache
-        def score(step):
-            total = torch.ones(1)
-            dist.all_reduce(total)
-            return total
-        best = score(3)
-        if rank == 0:
-            print(score(3))
-    """),
-    "a script for one machine": _script("""
-        import argparse
-        import torch
-        import torch.distributed as dist
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--local_rank", type=int)
-        args = parser.parse_args()
-        dist.init_process_group("nccl", rank=args.local_rank)
-        assert args.local_rank == dist.get_rank()
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    """),
-    "an imported function that selects the GPU": _script("""
-        import torch
-        import torch.distributed as dist
-        from project import utils
-        device = utils.get_device()
-        dist.init_process_group("nccl")
-        mask = torch.zeros(4, device="cuda")
-    """),
-    "an imported function that connects the ranks": _script("""
-        import torch
-        from distributed import init_distributed
-        init_distributed(rank, world_size, backend="nccl")
-        model = torch.nn.Linear(4, 1).cuda()
-    """),
-    "ranks that share a GPU through an option's default": _script("""
-        import argparse
-        import torch
-        import torch.distributed as dist
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--backend", default="gloo")
-        args = parser.parse_args()
-        dist.init_process_group(args.backend)
-        model = torch.nn.Linear(4, 1).to("cuda")
-    """),
-    "an output file for each command": _script("""
-        import argparse
-        import torch
-        import torch.distributed as dist
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--rank", type=int)
-        parser.add_argument("--output")
-        args = parser.parse_args()
-        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:2345", world_size=2, rank=args.rank)
-        with open(args.output, "w") as f:
-            f.write("done")
-    """),
-    "a file named after a result of this rank": _script("""
-        import torch
-        from accelerate import Accelerator
-        accelerator = Accelerator()
-        model, loader = accelerator.prepare(torch.nn.Linear(4, 1), load_data())
-        total = 0.0
-        for x in loader:
-            total += model(x).sum().item()
-        torch.save(accelerator.unwrap_model(model).state_dict(), f"loss{total:.4f}.pt")
-    """),
-    "gradients that a hook averages": _script("""
-        import torch
-        import torch.distributed as dist
-        from torch.utils.data import DataLoader, DistributedSampler
-        from project import prepared
-        dist.init_process_group("gloo")
-        sampler = DistributedSampler(train_set)
-        model = prepared(torch.nn.Linear(4, 1))
-        for epoch in range(3):
-            sampler.set_epoch(epoch)
-            for x, y in DataLoader(train_set, batch_size=8, sampler=sampler):
-                (model(x) - y).abs().mean().backward()
-    """),
-    "a model that may be wrapped": _script("""
-        import argparse
-        import os
-        import torch
-        import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel as DDP
-        from torch.utils.data import DataLoader, DistributedSampler
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--no_cuda", action="store_true")
-        args = parser.parse_args()
-        args.local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
-        if args.local_rank == -1 or args.no_cuda:
-            args.devices = 0 if args.no_cuda else torch.cuda.device_count()
-        else:
-            dist.init_process_group("nccl")
-            args.devices = 1
-        sampler = DistributedSampler(train_set, shuffle=False)
-        loader = DataLoader(train_set, batch_size=8 * max(1, args.devices), sampler=sampler)
-        model = torch.nn.Linear(4, 1)
-        if args.mode:
-            model = DDP(model)
-        def save(model, path):
-            model_to_save = model.module if hasattr(model, "module") else model
-            torch.save(model_to_save.state_dict(), path)
-        if args.local_rank == 0:
-            save(model, "model.pt")
-            torch.save((model.module if isinstance(model, DDP) else model).state_dict(), "other.pt")
-    """),
-    "a GPU that DeepSpeed selects": _script("""
-        import deepspeed
-        import torch
-        deepspeed.init_distributed()
-        loss = torch.nn.CrossEntropyLoss().cuda()
-        model, optimizer, loader, _ = deepspeed.initialize(model=torch.nn.Linear(4, 1), training_data=load_data())
-    """),
-    "a checkpoint of every rank": _started("""
-        optimizer.load_state_dict(torch.load(path + "_optimizer_{}.pt".format(rank)))
-    """),
-    "a script that is edited for each rank": _script("""
-        import os
-        import torch
-        import torch.distributed as dist
-        os.environ["RANK"] = "0"
-        os.environ["LOCAL_RANK"] = "0"
-        dist.init_process_group("nccl")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        with open("log.txt", "w") as f:
-            f.write("done")
-    """),
-    "a rank that is the local rank": _script("""
-        import argparse
-        import torch
-        import torch.distributed as dist
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--local_rank", type=int)
-        args = parser.parse_args()
-        torch.cuda.set_device(args.local_rank)
-        dist.init_process_group("nccl", world_size=torch.cuda.device_count(), rank=args.local_rank)
-        model = torch.nn.Linear(4, 1).cuda()
-        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[dist.get_rank()])
-    """),
-    "a model that a second test unwraps": _script("""
-        import argparse
-        import torch
-        import torch.distributed as dist
-        parser = argparse.ArgumentParser()
-        args = parser.parse_args()
-        args.distributed = True
-        if args.no_cuda:
-            args.distributed = False
-        dist.init_process_group("gloo")
-        model = torch.nn.Linear(4, 1)
-        if args.distributed:
-            model = torch.nn.parallel.DistributedDataParallel(model)
-        if args.distributed:
-            model = model.module
-        if dist.get_rank() == 0:
-            torch.save(model.state_dict(), "model.pt")
-    """),
-    "a rank that asks again": _started("""
-        while True:
-            if rank == 0:
-                text = input()
-                if not text:
-                    continue
-            objects = [text] if rank == 0 else [None]
-            dist.broadcast_object_list(objects, src=0)
-    """),
-    "a command that the processes never run": _script("""
-        import argparse
-        import torch
-        import torch.distributed as dist
-        def worker(rank, args, world):
-            if world > 1:
-                dist.init_process_group("nccl", rank=rank, world_size=world)
-            if args.command == "export":
-                with open(args.path, "wb") as f:
-                    f.write(b"done")
-        if __name__ == "__main__":
-            args = argparse.ArgumentParser().parse_args()
-            world = torch.cuda.device_count()
-            if args.command == "export" or world <= 1:
-                worker(0, args, 1)
-            else:
-                torch.multiprocessing.spawn(worker, args=(args, world), nprocs=world)
-    """),
-    "a tool in a module of a training": _script("""
-        import torch.distributed as dist
-        class Dataset:
-            def share(self):
-                dist.barrier()
-            def export(self):
-                with open("infos.txt", "w") as f:
-                    f.write("done")
-        if __name__ == "__main__":
-            data = Dataset()
-            if data.shared:
-                data.share()
-            data.export()
-    """),
-    "a program that a library starts": _script("""
-        import urllib.request
-        import torch.distributed as dist
-        from project import distributed_utils
-        def evaluate():
-            print(dist.get_rank())
-        if __name__ == "__main__":
-            urllib.request.urlretrieve("https://example.org/data", "data")
-            distributed_utils.call_main(evaluate)
-    """),
-    "a loss that ends the job": _started("""
-        import math
-        import sys
-        loader = DataLoader(train_set, 8, sampler=DistributedSampler(train_set))
-        for x, y in loader:
-            loss = nn.functional.mse_loss(model(x), y)
-            if not math.isfinite(loss.item()):
-                sys.exit(1)
-            if step is None:
-                loss.backward()
-            else:
-                scaler.scale(loss).backward()
-    """),
-    "a second loader that is not used": _started("""
-        sampler = DistributedSampler(train_set, shuffle=False)
-        loader = DataLoader(train_set, batch_size=8, sampler=sampler)
-        other = DataLoader(train_set, batch_size=8, shuffle=True)
-        for x, y in loader:
-            model(x).sum().backward()
-    """),
-    "a rank that uses all GPUs of its machine": _script("""
-        import torch
-        import torch.distributed as dist
-        dist.init_process_group("nccl")
-        tensors = []
-        for index in range(torch.cuda.device_count()):
-            tensors.append(torch.ones(1).cuda(index))
-    """),
-    "an exported model": _started("""
-        if rank == 0:
-            torch.onnx.export(model, (x,), "model.onnx")
-    """),
-    "files that exist before the processes start": _script("""
-        import torch.distributed as dist
-        import torch.multiprocessing as mp
-        from torchvision import datasets
-        def work(rank):
-            dist.init_process_group("gloo", rank=rank, world_size=2)
-            data = datasets.MNIST("data", train=True, download=True)
-        if __name__ == "__main__":
-            datasets.MNIST("data", train=True, download=True)
-            mp.spawn(work, nprocs=2)
-    """),
-    "counters": _started("""
-        sampler = DistributedSampler(train_set)
-        loader = DataLoader(train_set, 8, sampler=sampler)
-        step, stop = 0, False
-        for epoch in range(100):
-            sampler.set_epoch(epoch)
-            total = torch.zeros(1)
-            for x, y in loader:
-                loss = nn.functional.mse_loss(model(x), y)
-                loss.backward()
-                total += loss.detach()
-                step += 1
-                if step >= 1000:
-                    break
-            dist.all_reduce(total)
-            stop = total.item() < 0.1
-            if stop or step >= 1000:
-                break
-    """),
-    "groups, messages and gradients": _started("""
-        half = world_size // 2
-        for ranks in (list(range(half)), list(range(half, world_size))):
-            group = dist.new_group(ranks)
-        mine = dist.new_group([rank], use_local_synchronization=True)
-        outputs = [torch.zeros(4) for _ in range(world_size)]
-        dist.all_gather(outputs, torch.ones(4))
-        objects = [None] * world_size
-        dist.all_gather_object(objects, rank)
-        if rank == 0:
-            dist.send(loss, 1)
-            dist.recv(loss, world_size - 1)
-        else:
-            dist.recv(loss, rank - 1)
-            dist.send(loss, (rank + 1) % world_size)
-        torch.manual_seed(7 + rank)
-        kept, rest = torch.utils.data.random_split(train_set, [80, 20], generator=torch.Generator().manual_seed(0))
-        loader = DataLoader(kept, 8, sampler=DistributedSampler(kept, shuffle=False))
-        for x, y in loader:
-            with model.no_sync():
-                model(x).sum().backward()
-            model(x).sum().backward()
-            optimizer.step()
-    """),
-    "a script in one process": _script("""
-        import torch
-        from torch.utils.data import DataLoader
-        from torchvision import datasets
-        loader = DataLoader(datasets.MNIST("data", download=True), batch_size=8, shuffle=True)
-        model = torch.nn.Linear(784, 10).cuda()
-        model.load_state_dict(torch.load("start.pt"))
-        for x, y in loader:
-            model(x.to("cuda:0")).sum().backward()
-        torch.save(model.state_dict(), "model.pt")
-        with open("log.txt", "w") as f:
-            f.write("done")
-    """),
-    "everything": _started("""
-        sampler = DistributedSampler(train_set)
-        loader = DataLoader(train_set, batch_size=8, sampler=sampler)
-        state = torch.load("x.pt", map_location="cpu")
-        for epoch in range(3):
-            sampler.set_epoch(epoch)
-            for x, y in loader:
-                loss = nn.functional.mse_loss(model(x), y)
-                loss.backward()
-                optimizer.step()
-            dist.all_reduce(loss)
-            if loss.item() < 0.1:
-                break
-            if rank == 0:
-                torch.save(model.module.state_dict(), "x.pt")
-            dist.barrier()
-        torch.save(optimizer.state_dict(), f"x-{rank}.pt")
-        os.makedirs("out", exist_ok=True)
-        dist.destroy_process_group()
-    """),
-    "the local rank as GPU": _script("""
-        import os
-        import torch
-        import paceline as dist
-        dist.init_process_group()
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        other = torch.device(f"cuda:{dist.get_node_local_rank()}")
-        model = dist.DistributedDataParallel(torch.nn.Linear(4, 1).to(device))
-        rank = dist.get_rank()
-        x = torch.ones(4).to(rank % torch.cuda.device_count())
-    """),
-    "optional ranks": _script("""
-        import os
-        import torch
-        from torch.distributed import init_process_group
-        from torch.nn.parallel import DistributedDataParallel as DDP
-        ddp = int(os.environ.get("RANK", -1)) != -1
-        if ddp:
-            init_process_group(backend="nccl")
-            ddp_rank = int(os.environ["RANK"])
-            device = f"cuda:{int(os.environ['LOCAL_RANK'])}"
-            torch.cuda.set_device(device)
-            master_process = ddp_rank == 0
-        else:
-            master_process = True
-            device = "cuda:0"
-        if master_process:
-            os.makedirs("out")
-        checkpoint = torch.load("checkpoint.pt", map_location=device)
-        model = torch.nn.Linear(4, 1).to(device)
-        if ddp:
-            model = DDP(model, device_ids=[int(os.environ["LOCAL_RANK"])])
-        raw_model = model.module if ddp else model
-        for step in range(100):
-            if step % 10 == 0 and master_process:
-                if step > 0:
-                    torch.save({"model": raw_model.state_dict()}, os.path.join("out", "checkpoint.pt"))
-            if step == 0 and False:
-                break
-            model(torch.randn(8, 4)).sum().backward()
-    """),
-    "a guard at the call, in a method, by a return and by an exit": _script("""
-        import sys
-        import torch
-        import paceline as dist
-        class Trainer:
-            def __init__(self):
-                self.rank = dist.get_rank()
-            @property
-            def is_main(self):
-                return self.rank == 0
-            def save(self):
-                torch.save({}, "model.pt")
-            def log(self, text):
-                if not self.is_main:
-                    return
-                with open("log.txt", "w") as f:
-                    f.write(text)
-            def train(self):
-                for epoch in range(3):
-                    self.log("epoch")
-                    if self.is_main and epoch % 2 == 0:
-                        self.save()
-        def is_main_process():
-            return dist.get_rank() == 0
-        def save_on_master(*args):
-            if is_main_process():
-                torch.save(*args)
-        def rank_zero_only(function):
-            return function
-        @rank_zero_only
-        def export():
-            torch.save({}, "export.pt")
-        def main():
-            dist.init_process_group()
-            Trainer().train()
-            save_on_master({}, "last.pt")
-            export()
-            dist.barrier()
-            if dist.get_rank() > 0:
-                sys.exit()
-            torch.save({}, "end.pt")
-        if __name__ == "__main__":
-            main()
-    """),
-    "a download on rank 0 first": _script("""
-        import os
-        from contextlib import contextmanager
-        from torchvision import datasets
-        import torch.distributed as dist
-        dist.init_process_group("gloo")
-        rank = dist.get_rank()
-        if rank not in (-1, 0):
-            dist.barrier()
-        data = datasets.MNIST("data", download=True)
-        if rank == 0:
-            dist.barrier()
-        @contextmanager
-        def rank_zero_first():
-            if rank != 0:
-                dist.barrier()
-            yield
-            if rank == 0:
-                dist.barrier()
-        with rank_zero_first():
-            test = datasets.MNIST("data", train=False, download=True)
-        if rank == 0:
-            datasets.CIFAR10("data", download=True)
-        dist.barrier()
-        train = datasets.CIFAR10("data", download=rank == 0)
-    """),
-    "the same calls in both branches, and groups": _started("""
-        group = dist.new_group([0, 1])
-        if rank < 2:
-            dist.all_reduce(loss, group=group)
-            dist.broadcast(loss, 0, group)
-        if rank == 0:
-            dist.broadcast(a, 0)
-        else:
-            dist.broadcast(b, 0)
-        if rank == 0:
-            dist.send(a, 1)
-        elif rank == 1:
-            dist.recv(a, 0)
-        dist.reduce(a, 0)
-        if rank == 0:
-            print(a)
-        from functools import reduce
-        if rank == 0:
-            reduce(max, [1, 2])
-            def late():
-                dist.barrier()
-        if world_size > 1:
-            dist.barrier()
-    """),
-    "waits": _started("""
-        works = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters()]
-        for work in works:
-            work.wait()
-        handles = []
-        handles.append(dist.broadcast(a, 0, async_op=True))
-        [handle.wait() for handle in handles]
-        work = dist.all_reduce(loss, async_op=True)
-        b = torch.ones(1) * 2
-        work.wait()
-        loss /= world_size
-        def begin(tensor):
-            return dist.all_reduce(tensor, async_op=True)
-        begin(b).wait()
-    """),
-    "an evaluation": _started("""
-        loader = DataLoader(test_set, batch_size=8, sampler=DistributedSampler(test_set, shuffle=False))
-        whole = DataLoader(test_set, batch_size=8)
-        own = DataLoader(test_set, batch_size=8, sampler=dist.DistributedEvalSampler(test_set))
-        correct = torch.zeros(1)
-        for epoch in range(3):
-            model.eval()
-            with torch.no_grad():
-                for x, y in loader:
-                    correct += (model(x) == y).sum()
-                for x, y in whole:
-                    model.module(x)
-                for x, y in own:
-                    model(x)
-            dist.all_reduce(correct)
-            print(correct / len(test_set))
-        counted = DataLoader(test_set, batch_size=8, sampler=DistributedSampler(test_set))
-        total = torch.zeros(2)
-        with torch.no_grad():
-            for x, y in counted:
-                total += torch.tensor([float((model(x) == y).sum()), float(len(x))])
-        dist.all_reduce(total)
-        print(total[0] / total[1])
-    """),
-    "data that the script divides itself": _started("""
-        part = torch.utils.data.Subset(train_set, range(rank, 800, world_size))
-        parts = []
-        for size in sizes:
-            parts.append(train_set[:size])
-        fourth = DataLoader(parts[rank], batch_size=8, shuffle=True)
-        loader = DataLoader(part, batch_size=8, shuffle=True)
-        noise = torch.utils.data.TensorDataset(torch.randn(64, 4))
-        other = DataLoader(noise, batch_size=64 * world_size // world_size, shuffle=True)
-        batch_size = 256 // world_size
-        third = DataLoader(train_set, batch_size, sampler=DistributedSampler(train_set))
-        for x, y in loader:
-            model(x).sum().backward()
-    """),
-    "a checkpoint of the wrapper for the wrapper": _started("""
-        if os.path.exists("model.pt"):
-            model.load_state_dict(torch.load("model.pt", map_location=f"cuda:{os.environ['LOCAL_RANK']}"))
-        if rank == 0:
-            torch.save(model.state_dict(), "model.pt")
-    """),
-    "keywords in a dict": _started("""
-        common = dict(num_workers=2)
-        options = {"batch_size": 8, "sampler": DistributedSampler(train_set)}
-        options.update(common, pin_memory=True)
-        loader = DataLoader(train_set, **options)
-        other = DataLoader(train_set, shuffle=True, **load_options())
-        for x, y in loader:
-            model(x).sum().backward()
-    """),
-    "loops that end together": _started("""
-        loader = DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train_set))
-        for step, (x, y) in enumerate(loader):
-            if step >= 100:
-                break
-            loss = model(x).sum()
-            loss.backward()
-            stop = torch.tensor(float(loss < 0.1))
-            dist.all_reduce(stop, dist.ReduceOp.MAX)
-            if stop.item() > 0:
-                break
-        for item in range(5):
-            if rank == 0 and item == 3:
-                break
-        with dist.Join([model]):
-            for x in range(10 + rank):
-                model(x).sum().backward()
-    """),
-    "spawned processes": _script("""
-        import os
-        import torch
-        import torch.distributed as dist
-        import torch.multiprocessing as mp
-        from torch.nn.parallel import DistributedDataParallel as DDP
-        from torchvision import datasets
-        def setup(rank, world_size):
-            os.environ["MASTER_ADDR"] = "localhost"
-            dist.init_process_group("gloo", rank=rank, world_size=world_size)
-        def demo(rank, world_size):
-            setup(rank, world_size)
-            model = DDP(torch.nn.Linear(4, 1).to(rank), device_ids=[rank])
-            if rank == 0:
-                torch.save(model.state_dict(), "model.checkpoint")
-            dist.barrier()
-            map_location = {"cuda:%d" % 0: "cuda:%d" % rank}
-            model.load_state_dict(torch.load("model.checkpoint", map_location=map_location))
-            model(torch.randn(20, 4)).sum().backward()
-            if rank == 0:
-                os.remove("model.checkpoint")
-            dist.destroy_process_group()
-        def run(function, world_size):
-            mp.spawn(function, args=(world_size,), nprocs=world_size, join=True)
-        if __name__ == "__main__":
-            datasets.MNIST("data", download=True)
-            run(demo, torch.cuda.device_count())
-            with open("log.txt", "w") as f:
-                f.write("done")
-    """),
-    "two processes": _script("""
-        import torch
-        import torch.distributed as dist
-        from multiprocessing import Process
-        def run(rank, size):
-            dist.init_process_group("gloo", rank=rank, world_size=size)
-            if rank < 2:
-                dist.all_reduce(torch.ones(1))
-        if __name__ == "__main__":
-            processes = []
-            for rank in range(2):
-                process = Process(target=run, args=(rank, 2))
-                process.start()
-                processes.append(process)
-    """),
-    "remote procedure calls": _script("""
-        import torch
-        import torch.distributed as dist
-        import torch.distributed.rpc as rpc
-        import torch.multiprocessing as mp
-        def run(rank, size):
-            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
-            if rank < 2:
-                dist.init_process_group("gloo", rank=rank, world_size=2)
-                dist.barrier()
-            if rank == 2:
-                with open("log.txt", "w") as f:
-                    f.write("done")
-            torch.save({}, "model.pt")
-            rpc.shutdown()
-        if __name__ == "__main__":
-            mp.spawn(run, args=(3,), nprocs=3)
-    """),
-    "a function that a library calls on one rank": _script("""
-        import os
-        import torch
-        from accelerate import Accelerator
-        def main():
-            accelerator = Accelerator()
-            def save(models, weights, folder):
-                torch.save(models[0].state_dict(), os.path.join(folder, "model.pth"))
-            accelerator.register_save_state_pre_hook(save)
-            for x in accelerator.prepare(load_data()):
-                accelerator.backward(model(x).sum())
-            if accelerator.is_main_process:
-                accelerator.save_state("out")
-        main()
-    """),
-    "a class with the name of a library's": _script("""
-        from tools import Accelerator
-        with Accelerator() as accelerator:
-            with open("samples.csv", "w") as file:
-                file.write("path")
-    """),
-    "a library that prepares nothing": _script("""
-        import numpy as np
-        from accelerate import Accelerator
-        accelerator = Accelerator(mixed_precision="fp16")
-        detector = create_detector(device="cuda:0")
-        for number in range(10):
-            np.savetxt(f"{number}.txt", detector.find(number))
-    """),
-    "a branch in one process": _script("""
-        import argparse
-        import numpy as np
-        from accelerate import Accelerator
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--several", action="store_true")
-        args = parser.parse_args()
-        if args.several:
-            accelerator = Accelerator()
-            for x in accelerator.prepare(load_data()):
-                accelerator.backward(model(x).sum())
-        else:
-            np.save("out.npy", compute())
-    """),
-    "a function that saves on one rank": _script("""
-        from accelerate import Accelerator
-        accelerator = Accelerator()
-        model = accelerator.prepare(create())
-        accelerator.unwrap_model(model).save_pretrained("out", save_function=accelerator.save)
-    """),
-    "tests of types and sizes": _started("""
-        loader = DataLoader(train_set, 8, sampler=DistributedSampler(train_set), drop_last=True)
-        steps = 0
-        for x, y in loader:
-            loss = nn.functional.mse_loss(model(x), y)
-            if isinstance(loss, float):
-                continue
-            if torch.isnan(loss):
-                continue
-            loss.backward()
-            steps += 1
-            if steps > 100 or x.shape[0] > 100 or x.numel() > 1000:
-                break
-    """),
-    "the scores of a search": _started("""
-        loader = DataLoader(test_set, 8, sampler=DistributedSampler(test_set))
-        def score(mask):
-            for x in loader:
-                model(x * mask).sum().backward()
-                mask = mask + mask.grad
-            dist.all_reduce(mask)
-            return mask
-        mask = score(torch.ones(4, requires_grad=True))
-        for _ in range(3):
-            masked = mask.sort()[1]
-            if len(masked) <= int(masked.numel() * 0.1):
-                break
-            mask = score(mask)
-    """),
-    "one process per GPU or several GPUs per process": _script("""
-        import argparse
-        import torch
-        from torch.utils.data import DataLoader, DistributedSampler
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--local_rank", type=int, default=-1)
-        parser.add_argument("--no_cuda", action="store_true")
-        args = parser.parse_args()
-        if args.local_rank == -1 or args.no_cuda:
-            args.n_gpu = torch.cuda.device_count()
-        else:
-            torch.cuda.set_device(args.local_rank)
-            torch.distributed.init_process_group(backend="nccl")
-            args.n_gpu = 1
-        train_set = load_data()
-        sampler = DistributedSampler(train_set)
-        loader = DataLoader(train_set, sampler=sampler, batch_size=8 * max(1, args.n_gpu))
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1).cuda())
-        for epoch in range(3):
-            sampler.set_epoch(epoch)
-            for x in loader:
-                model(x).sum().backward()
-    """),
-    "the state of a scheduler": _started("""
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-        scheduler.load_state_dict(torch.load(os.path.join("checkpoint", "scheduler.pt")))
-    """),
-    "a range in place of samples": _started("""
-        loader = DataLoader(range(32), collate_fn=lambda numbers: batches[numbers[0]])
-        for x in loader:
-            model(x).sum().backward()
-    """),
-    "a library that prepares the loaders": _script("""
-        import torch
-        from accelerate import Accelerator
-        from torch.utils.data import DataLoader
-        def main():
-            accelerator = Accelerator()
-            loader = DataLoader(load_data(), shuffle=True, batch_size=8)
-            model, loader = accelerator.prepare(torch.nn.Linear(4, 1), loader)
-            for x in loader:
-                accelerator.backward(model(x).sum())
-            accelerator.wait_for_everyone()
-            if accelerator.is_main_process:
-                torch.save({}, "model.pt")
-            accelerator.unwrap_model(model).save_pretrained("out", is_main_process=accelerator.is_main_process)
-        main()
-    """),
-}

@@ -204,7 +204,7 @@ def _have_same_digests(first: Checkpoint | None, second: Checkpoint | None, name
 def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> list[str]:
     import torch
 
-    from paceline.comm.group.buffers import byte_view
+    from paceline.comm.engine.channel import byte_view
 
     if one.dtype != other.dtype or one.shape != other.shape:
         return [f"{name}: {_kind(one)} and {_kind(other)}"]

@@ -100,6 +100,15 @@ class DevicePieces(list[int]):
         self.tensors = tuple(tensors)
 
 
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a flat uint8 view of a dense tensor, in the order of its memory.
+
+    `Tensor.view(dtype)` requires that the last stride be 1. A tensor with a single element counts as contiguous with
+    any stride, as in `values[::4]` of four values, and flattening it keeps the stride.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 HeaderFields = tuple[int, int, int, int, int, int]
 """A call as described in failure reports: sequence number, operation, dtype, reduction, root, number of elements."""
 

@@ -104,15 +104,6 @@ def memory_layout(tensor: torch.Tensor) -> MemoryLayout:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor as a flat uint8 view of its memory.
-
-    `Tensor.view(dtype)` requires that the last stride be 1. A tensor with a single element counts as contiguous with
-    any stride, as in `values[::4]` of four values, and flattening it keeps the stride.
-    """
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
 def address_of(tensor: torch.Tensor) -> int:
     """Returns the address of a tensor's values.
 

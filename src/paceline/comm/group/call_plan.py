@@ -96,14 +96,7 @@ def plan_reduce(group: ProcessGroup, tensors: Tensors, root: int, op: Reduction,
 
 def plan_all_gather(group: ProcessGroup, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
     """Returns the plan of an all_gather; if the ranks' tensors differ in size, it is the plan of an all_to_all."""
-    plan = _plan_gather(Operation.ALL_GATHER, group, outputs, tensors, -1, timeout_ns)
-    if not are_uneven(outputs, group, "all_gather"):
-        return plan
-    call, buffers = plan
-    mine, dense = call.inputs[0], buffers.kept[: len(as_list(tensors, "all_gather"))]
-    buffers.note = "all_gather of tensors that differ in size is an all_to_all, in which all ranks pass the same sizes"
-    inputs = [mine, *(buffers.read(dense) for _ in range(group.size() - 1))]
-    return call._replace(operation=Operation.ALL_TO_ALL, count=0, inputs=inputs), buffers
+    return _plan_gather(Operation.ALL_GATHER, group, outputs, tensors, -1, timeout_ns)
 
 
 def plan_gather(
@@ -127,12 +120,16 @@ def _plan_gather(
     written = lists_by_rank(outputs, group, name, "the list of outputs") if receives else []
     code = dtype_code([*read, *chain(*written)], name)
     count = count_elements(read)
-    if operation is Operation.ALL_GATHER and are_uneven(written, group, name):
-        require_own_count(written, count, group, name, "the list of outputs")
-    else:
-        require_counts(written, count, group, name, "the list of outputs")
+    is_uneven = operation is Operation.ALL_GATHER and are_uneven(written, group, name)
+    (require_own_count if is_uneven else require_counts)(written, count, group, name, "the list of outputs")
     buffers = Buffers()
     flat_inputs = [buffers.read(read)]
+    if is_uneven:
+        buffers.note = (
+            "all_gather of tensors that differ in size is an all_to_all, in which all ranks pass the same sizes"
+        )
+        operation, count, dense = Operation.ALL_TO_ALL, 0, list(buffers.kept)
+        flat_inputs += [buffers.read(dense) for _ in range(group.size() - 1)]
     flat_outputs = [buffers.write(part) for part in written]
     return CollectiveCall(operation, code, NO_REDUCTION, root, count, timeout_ns, flat_inputs, flat_outputs), buffers
 

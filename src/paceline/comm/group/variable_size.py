@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.comm.engine.channel import PremulSum, ReduceOp, Reduction
-from paceline.comm.group.buffers import byte_view
+from paceline.comm.engine.channel import PremulSum, ReduceOp, Reduction, byte_view
 from paceline.comm.group.work import Work, join_works
 from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError

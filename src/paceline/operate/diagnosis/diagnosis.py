@@ -115,8 +115,7 @@ def _explain_absence(rank: RankState) -> AbsenceReason:
         remedy = " (`kill -CONT` resumes it)" if process.state is ProcessState.STOPPED else ""
         where = f" while it is {place}" if place is not None and (place.what or place.line) else ""
         return AbsenceReason(cause, f"{process.state.value}{remedy}{where}")
-    if place is None and process is None and rank.calls:
-        last = max(rank.calls, key=lambda call: call.arrived_s)
+    if place is None and process is None and (last := rank.latest_call) is not None:
         return AbsenceReason(Cause.USER_CODE, f"made no other call after {last}, and its stack is unknown")
     if place is None and process is None:
         return AbsenceReason(Cause.UNKNOWN, "left no readable recording")
@@ -228,7 +227,7 @@ def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
     ending = first.ending
     assert ending is not None
     where = f" ({ending.line})" if ending.line else ""
-    last = max((call for call in first.calls), key=lambda call: call.arrived_s, default=None)
+    last = first.latest_call
     after = f", {'in' if last.is_open else 'after'} {last}" if last is not None else ""
     if last is not None and last.line and not ending.line:
         after += f" ({last.line})"
@@ -285,7 +284,7 @@ def _failed_alike(one: RankState, other: RankState) -> bool:
 
 def _is_consequence(rank: RankState) -> bool:
     """Returns True if another rank's failure broke this rank's latest call and this rank then raised an exception."""
-    latest = max(rank.calls, key=lambda call: call.arrived_s, default=None)
+    latest = rank.latest_call
     is_exception = rank.ending is not None and rank.ending.manner is ExitReason.EXCEPTION
     return is_exception and latest is not None and latest.outcome in _OTHERS_FAULTS
 
@@ -385,9 +384,9 @@ def _destroyed(rank: RankState, wait: CallWait, doing: str) -> str:
     seat = rank.seats.get(wait.call.group)
     if seat is None or not seat.is_closed or rank.ending is not None:
         return ""
-    if rank.place is not None or not rank.calls:
+    last = rank.latest_call
+    if rank.place is not None or last is None:
         return f"has destroyed the group and {doing}"
-    last = max(rank.calls, key=lambda call: call.arrived_s)
     return f"has destroyed the group after {last}{f' ({last.line})' if last.line else ''}"
 
 
@@ -425,7 +424,7 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
         return Diagnosis(Cause.TWICE, wait.waiters, sentence)
     # While other absent ranks are running, the waiting ranks may turn out to have made a call too many.
     undecided = [each.rank for each in snapshot.ranks if each.rank in wait.absent and each.ending is None]
-    last = max(rank.calls, key=lambda call: call.arrived_s, default=None)
+    last = rank.latest_call
     where = f" ({last.line})" if last is not None and last.line else ""
     is_abandoned = last is not None and has_abandoned(rank, last)
     after = f" {'before' if is_abandoned else 'after'} {last}{where}" if last is not None else ""

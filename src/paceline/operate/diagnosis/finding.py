@@ -205,7 +205,7 @@ def summary(ranks: Sequence[RankState], world_size: int) -> list[str]:
 
 def _line(rank: RankState) -> str:
     step = f"step {rank.step}, " if rank.step is not None else ""
-    last = max(rank.calls, key=lambda call: call.arrived_s, default=None)
+    last = rank.latest_call
     if last is None:
         return f"rank {rank.rank} ({rank.host}, pid {rank.pid}): {step}no call"
     state = "in" if last.ended_s is None else "failed in" if last.is_open else "last ended"

@@ -319,6 +319,11 @@ class RankState:
     phase: DevicePhase | None = None
     store_wait: StoreWait | None = None
 
+    @property
+    def latest_call(self) -> RankCall | None:
+        """The call that the rank made last, or None if no call is known."""
+        return max(self.calls, key=lambda call: call.arrived_s, default=None)
+
 
 @dataclass(frozen=True)
 class JobSnapshot:

@@ -311,9 +311,8 @@ def report_parts(
     if likewise:
         numbers = format_cpulist({failure.rank for failure in likewise}).replace(",", ", ")
         others.append(f"{word}s {numbers} failed in the same way")
-    unhurt = [f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) did not fail"]
-    if not ended:
-        unhurt = []
+    first_ended = ", ".join(ended[:16]) + (", ..." if len(ended) > 16 else "")
+    unhurt = [f"the other ranks ({first_ended}) did not fail"] if ended else []
     failed_first = describe(cause, word, printed_by)
     return [failed_first, *others, *unhurt] if others else [*unhurt, failed_first]
 

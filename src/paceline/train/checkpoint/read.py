@@ -19,7 +19,8 @@ import msgspec
 import torch
 import xxhash
 
-from paceline.comm.group.buffers import byte_view, count_writes
+from paceline.comm.engine.channel import byte_view
+from paceline.comm.group.buffers import count_writes
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.manifest import BLOCK_NBYTES

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.comm.engine.adapters.device_streams import record_current
-from paceline.comm.group.buffers import byte_view
+from paceline.comm.engine.channel import byte_view
 from paceline.train.module_tensors import digest_of_text
 
 

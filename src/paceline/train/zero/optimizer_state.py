@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.comm.group.buffers import byte_view
+from paceline.comm.engine.channel import byte_view
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.zero.shards import Shard
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from planted_mistakes import HEALTHY
+from healthy_scripts import HEALTHY
 from script_findings import findings
 
 from paceline.cli.main import main

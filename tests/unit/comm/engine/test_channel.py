@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.engine.channel import DTYPE_CODES, ITEM_SIZES, WIRE_CODES, PremulSum, ReduceOp, dtype_name
+from paceline.comm.engine.channel import DTYPE_CODES, ITEM_SIZES, WIRE_CODES, PremulSum, ReduceOp, byte_view, dtype_name
 
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
@@ -23,3 +23,12 @@ def test_codes_are_not_shared():
 def test_reductions_have_the_former_names_of_torch_too():
     assert ReduceOp.RedOpType.SUM is ReduceOp.SUM
     assert PremulSum(0.5) == PremulSum(0.5) != PremulSum(2.0)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(4)[::4], torch.ones(4, 2)[::4, :1], torch.ones(()), torch.ones(3, 2)[1:], torch.ones(0, 3)]
+)
+def test_a_contiguous_tensor_is_seen_as_bytes(tensor):
+    view = byte_view(tensor)
+    assert (view.shape, view.stride(), view.data_ptr()) == ((tensor.nbytes,), (1,), tensor.data_ptr())
+    assert view.numpy().tobytes() == tensor.numpy().tobytes()

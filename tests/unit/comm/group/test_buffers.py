@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.comm.engine.channel import DTYPE_CODES
-from paceline.comm.group.buffers import address_of, as_list, byte_view, count_elements, dtype_code, is_plain, kind_of
+from paceline.comm.group.buffers import address_of, as_list, count_elements, dtype_code, is_plain, kind_of
 
 
 def test_a_tensor_or_a_sequence_becomes_a_list():
@@ -15,15 +15,6 @@ def test_a_tensor_or_a_sequence_becomes_a_list():
     assert [id(tensor) for tensor in as_list((one, other), "x")] == [id(one), id(other)]
     with pytest.raises(TypeError, match="x: the argument must be a tensor or a list of tensors, not list of float"):
         as_list([one, 1.0], "x")
-
-
-@pytest.mark.parametrize(
-    "tensor", [torch.ones(4)[::4], torch.ones(4, 2)[::4, :1], torch.ones(()), torch.ones(3, 2)[1:], torch.ones(0, 3)]
-)
-def test_a_contiguous_tensor_is_seen_as_bytes(tensor):
-    view = byte_view(tensor)
-    assert (view.shape, view.stride(), view.data_ptr()) == ((tensor.nbytes,), (1,), tensor.data_ptr())
-    assert view.numpy().tobytes() == tensor.numpy().tobytes()
 
 
 def test_a_wrong_argument_is_described_by_its_type():

@@ -274,7 +274,7 @@ def _tests_around(event: TraceEvent) -> tuple[PathCondition, ...]:
     loop = event.loops[-1]
     return tuple(
         each for each in event.conditions
-        if event.name == "while" or (each.node is not loop and event.node in set(ast.walk(each.node)))
+        if event.name == "while" or (each.node is not loop and event.node in ast.walk(each.node))
     )  # fmt: skip
 
 

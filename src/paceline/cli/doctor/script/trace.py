@@ -149,8 +149,10 @@ class JobTrace:
     imported: RankTrace
     phase: Phase = field(init=False)  # the phase in which the ranks train
     is_certain: bool = field(init=False)
+    attributes: frozenset[str] = field(init=False)  # the names of all attributes in the script
 
     def __post_init__(self) -> None:
+        self.attributes = frozenset(each.attr for each in ast.walk(self.tree) if isinstance(each, ast.Attribute))
         events = [event for trace in self.traces for event in trace.events]
         started = any(event.phase == "worker" for event in events)
         self.phase = "worker" if started else "script"
@@ -165,8 +167,7 @@ class JobTrace:
     def _uses_what_connects_it(self, events: Sequence[TraceEvent]) -> bool:
         """Returns False if a script creates an `Accelerator` or a `Fabric` for one process, such as an evaluation."""
         inits = {event.name for event in events if event.kind == "init"}
-        names = {each.attr for each in ast.walk(self.tree) if isinstance(each, ast.Attribute)}
-        return not inits or not inits <= {"Accelerator", "Fabric"} or bool(names & _OF_SEVERAL_PROCESSES)
+        return not inits or not inits <= {"Accelerator", "Fabric"} or bool(self.attributes & _OF_SEVERAL_PROCESSES)
 
     @property
     def is_distributed(self) -> bool:

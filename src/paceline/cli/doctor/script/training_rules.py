@@ -113,10 +113,8 @@ def _is_familiar(loader: AbstractValue) -> bool:
 
 def samplers(job: JobTrace) -> Iterator[Diagnostic]:
     """Reports samplers that use the same order in every epoch, or that are used for the wrong purpose."""
-    mentions_set_epoch = any(
-        isinstance(each, ast.Attribute) and each.attr == "set_epoch" for each in ast.walk(job.tree)
-    )
-    optimizes = any(isinstance(each, ast.Attribute) and each.attr == "step" for each in ast.walk(job.tree))
+    mentions_set_epoch = "set_epoch" in job.attributes
+    optimizes = "step" in job.attributes
     events = {id(event.subject): event for event in job.traces[0].of("sampler")}
     loaders = [event.result for event in job.traces[0].of("loader") if event.result is not None]
     for identity, event in events.items():
@@ -205,7 +203,7 @@ def models(job: JobTrace) -> Iterator[Diagnostic]:
             yield found(event, "not-wrapped", "backward() of the inner module", reason, fix, job.confidence(event))
     yield from _averages(job)
     yield from _never_wrapped(job)
-    unwraps = any(isinstance(each, ast.Attribute) and each.attr == "module" for each in ast.walk(job.tree))
+    unwraps = "module" in job.attributes
     loads = [event for trace in job.traces for event in trace.of("load_state") if event.name == "wrapped"]
     for ranks in job.by_node("write"):
         event = first(ranks)
@@ -246,8 +244,7 @@ def _never_wrapped(job: JobTrace) -> Iterator[Diagnostic]:
     events = [event for trace in job.traces for event in trace.of("wrap", "collective", "message", "rpc")]
     if not job.initializes_itself or any(event.name not in ("barrier", "broadcast") for event in events):
         return
-    names = {each.attr if isinstance(each, ast.Attribute) else each.id for each in ast.walk(job.tree)
-             if isinstance(each, (ast.Attribute, ast.Name))}  # fmt: skip
+    names = job.attributes | {each.id for each in ast.walk(job.tree) if isinstance(each, ast.Name)}
     modules = {alias.name for each in ast.walk(job.tree) if isinstance(each, ast.Import) for alias in each.names}
     modules |= {each.module or "." for each in ast.walk(job.tree) if isinstance(each, ast.ImportFrom)}
     roots = {each.partition(".")[0] for each in modules}

@@ -16,7 +16,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.engine.adapters.device_streams import copy_pieces
-from paceline.comm.engine.channel import ITEM_SIZES, CollectiveCall, DevicePieces, Pieces
+from paceline.comm.engine.channel import ITEM_SIZES, CollectiveCall, DevicePieces, Pieces, byte_view
 from paceline.comm.schedule.steps import Operation
 
 _NO_FLAGS = 0
@@ -49,7 +49,7 @@ class DeviceBytes:
 
     def __init__(self, pieces: Pieces) -> None:
         assert isinstance(pieces, DevicePieces), "calls on a device carry their tensors"
-        self._views = [_as_bytes(tensor) for tensor in pieces.tensors if tensor.numel()]
+        self._views = [byte_view(tensor) for tensor in pieces.tensors if tensor.numel()]
         self.nbytes = sum(view.numel() for view in self._views)
 
     def part(self, start: int, stop: int) -> list[torch.Tensor]:
@@ -131,11 +131,6 @@ def divide(call: CollectiveCall, rank: int, size: int, slot_nbytes: int) -> Stag
         read = [StagedBuffer(buffer.nbytes, buffer, None) for buffer in inputs]
         written = [StagedBuffer(buffer.nbytes, None, buffer) for buffer in outputs]
     return StagedLayout(call, read, written, slot_nbytes // most // ALIGNMENT * ALIGNMENT)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a dense tensor's values as bytes, in memory order."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class PinnedMemory:
