@@ -140,7 +140,10 @@ def _encrypted() -> Part:
 
 def _sanitizers() -> Part:
     repeated = [
-        [str(_BIN / "ctest"), "--test-dir", f"build/{kind}", "--repeat", f"until-fail:{_REPEATS_UNDER_SANITIZERS}"]
+        [
+            *(str(_BIN / "ctest"), "--test-dir", f"build/{kind}", "--output-on-failure"),
+            *("--repeat", f"until-fail:{_REPEATS_UNDER_SANITIZERS}", "--parallel", "2"),
+        ]
         for kind in ("address,undefined", "thread")
     ]
     does = f"runs the core's own tests {_REPEATS_UNDER_SANITIZERS} times under each sanitizer"
