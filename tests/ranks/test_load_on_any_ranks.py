@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from torch import nn
 from world import RankFailed, Ranks, close_worlds
 
 import paceline as dist
+from paceline.parallel.hooks import allreduce_hook
+from paceline.train.checkpoint.captured_state import capture
+from paceline.train.checkpoint.format.root import open_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +116,79 @@ def test_tensors_that_differ_are_kept_for_each_rank(ranks: type[Ranks], tmp_path
     got = {"large": torch.ones(1 << 20), "same": None}  # a single rank loads the tensor of rank 0
     dist.load(got, tmp_path)
     assert not got["large"].any()
+
+
+def separate_training(rank: int) -> dict[str, Any]:
+    """Returns a model that each rank trains on its own, with its optimizer, and a model that is the same on all ranks."""
+    torch.manual_seed(rank)
+    own = nn.Sequential(nn.Linear(600, 600), nn.BatchNorm1d(600), nn.Linear(600, 1))
+    optimizer = torch.optim.AdamW(own.parameters(), lr=0.1 + rank)
+    own(torch.randn(4, 600)).sum().backward()
+    optimizer.step()
+    torch.manual_seed(9)
+    return {"own": own, "optimizer": optimizer, "teacher": nn.Linear(600, 600)}
+
+
+def save_separate_models(root: Path) -> list[str]:
+    dist.init_process_group()
+    state = separate_training(dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.save(state, root)
+    return [str(each.message) for each in caught]
+
+
+def load_separate_models(root: Path) -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    expected, found = separate_training(rank if rank < 2 else 0), separate_training(7)
+    whole: dict[str, Any] = {"own": None, "optimizer": None}
+    dist.load(found, root)
+    dist.load(whole, root)
+    torch.testing.assert_close(found["own"].state_dict(), expected["own"].state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(found["teacher"].state_dict(), expected["teacher"].state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(dict(whole["own"]), dict(expected["own"].state_dict()), rtol=0, atol=0)
+    for loaded in (found["optimizer"].state_dict(), whole["optimizer"]):
+        assert loaded["param_groups"][0]["lr"] == expected["optimizer"].param_groups[0]["lr"]
+        torch.testing.assert_close(loaded["state"], expected["optimizer"].state_dict()["state"], rtol=0, atol=0)
+
+
+def test_models_that_differ_are_kept_for_each_rank(ranks: type[Ranks], tmp_path: Path) -> None:
+    first, other = ranks(2)(save_separate_models, tmp_path)
+    for size in (1, 2, 3):
+        Ranks(size)(load_separate_models, tmp_path)
+    assert len(first) == 1
+    assert "rank 0: the ranks have different values in 'own' and 'optimizer'" in first[0]
+    assert other == []
+    saved = {name.partition("/")[0] for name in open_checkpoint(tmp_path).manifest.tensors}
+    assert saved == {"own@rank0", "own@rank1", "optimizer@rank0", "optimizer@rank1", "teacher"}
+
+
+def compared_names(root: Path) -> list[set[str]]:
+    """Returns the names of the objects whose digests are compared, for wrapped models and for other models."""
+    dist.init_process_group()
+    wrapped = dist.DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    other = nn.Linear(2, 2)
+    mixed = torch.optim.AdamW([*wrapped.parameters(), *other.parameters()])
+    partly = nn.Linear(2, 2)
+    dist.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(partly, ["bias"])
+    shards = dist.LogicalShards(nn.Linear(2, 2), 4)
+    state = {
+        **{"wrapped": wrapped, "inner": wrapped.module, "optimizer": optimizer, "shards": shards},
+        **{"compiled": torch.compile(wrapped), "other": other, "mixed": mixed},
+        "partly": dist.DistributedDataParallel(partly),
+    }
+    found = [set(capture(state, True).replicas)]
+    wrapped.register_comm_hook(None, allreduce_hook)
+    found.append(set(capture(state, True).replicas))
+    return found
+
+
+def test_models_that_a_wrapper_keeps_the_same_are_not_compared(ranks: type[Ranks], tmp_path: Path) -> None:
+    for before, after in ranks(2)(compared_names, tmp_path):
+        assert before == {"other", "mixed", "partly"}
+        assert after == {"other", "mixed", "partly", "wrapped", "inner", "optimizer", "compiled"}
 
 
 def save_different_models(root: Path) -> None:

@@ -11,7 +11,7 @@ TERMS = {
         methods microbatch middleware module norm normalize optimizer parallel parallelize parameter partition
         pipeline process reducer ref replica sampler scaler schedule scheduler sgd shard sharding slice spec
         stage staging state stateful step storage strategy stream style tensor top torch train trainer transfer
-        unpickler work weight world zero""",
+        unpickler work weight world wrapper zero""",
     "MPI, NCCL and gloo": """
         adapters all allgather allreduce alltoall block broadcast channel collective comm communicator count
         datatype envelope exchange gather gloo id interop member message mpi native nccl op operation packing

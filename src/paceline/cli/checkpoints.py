@@ -173,7 +173,8 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def _is_meant(name: str, only: str | None) -> bool:
-    return only is None or name == only or name.startswith(f"{only}/")
+    whole = without_rank(name)[0]
+    return only is None or whole == only or whole.startswith(f"{only}/")
 
 
 def _tensors(first: CheckpointContents, second: CheckpointContents, only: str | None) -> list[str]:
@@ -261,10 +262,16 @@ def exported_names(tensors: list[str], entry: str) -> dict[str, str]:
     {'model/layer.0.weight': 'layer.0.weight'}
     >>> exported_names(["model/mean@rank0", "model/mean@rank1"], "model")
     {'model/mean@rank0': 'mean'}
+    >>> exported_names(["model@rank0/layer.0.weight", "model@rank1/layer.0.weight"], "model")
+    {'model@rank0/layer.0.weight': 'layer.0.weight'}
     """
     prefix = f"{entry}{SEPARATOR}" if entry else ""
-    names = {name: without_rank(name) for name in tensors if name.startswith(prefix)}
-    return {name: unescaped(whole[len(prefix) :]) for name, (whole, rank) in names.items() if not rank}
+    names = {name: without_rank(name) for name in tensors}
+    return {
+        name: unescaped(whole[len(prefix) :])
+        for name, (whole, rank) in names.items()
+        if whole.startswith(prefix) and not rank
+    }
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import xxhash
@@ -213,6 +215,38 @@ def ignore_tensors(module: nn.Module, names: Iterable[str]) -> None:
             "module.named_parameters() and module.named_buffers()"
         )
     setattr(module, _IGNORED, names)
+
+
+class ModuleWrapper(Protocol):
+    """An object that averages the gradients of a module.
+
+    Attributes:
+        module: the module.
+    """
+
+    module: nn.Module
+
+
+_synchronized: WeakSet[ModuleWrapper] = WeakSet()
+
+
+def mark_synchronized(wrapper: ModuleWrapper) -> None:
+    """Records that a wrapper keeps all parameters of its module equal on all ranks, for as long as the wrapper exists.
+
+    A module with ignored parameters is not recorded.
+    """
+    if not getattr(wrapper.module, _IGNORED, ()):
+        _synchronized.add(wrapper)
+
+
+def unmark_synchronized(wrapper: ModuleWrapper) -> None:
+    """Records that the parameters may differ from now on, for example because a hook averages only some gradients."""
+    _synchronized.discard(wrapper)
+
+
+def synchronized_modules() -> list[nn.Module]:
+    """Returns the modules whose parameters a wrapper keeps equal on all ranks."""
+    return [wrapper.module for wrapper in _synchronized]
 
 
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -40,7 +40,7 @@ from paceline.train.elastic.worker.elastic_state import ElasticState
 from paceline.train.gradient_use import GRADIENT_USE, is_pending
 from paceline.train.logical_shards.logical_shards import LogicalShards
 from paceline.train.logical_shards.shard_loader import ShardLoader
-from paceline.train.module_tensors import is_compiled, uncompiled_key
+from paceline.train.module_tensors import is_compiled, synchronized_modules, uncompiled_key
 from paceline.train.pipeline.pipeline import Pipeline
 from paceline.train.zero.optimizer_state import to_state_dict
 from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
@@ -62,6 +62,21 @@ class CapturedObject:
     value: object
     tensors: Mapping[str, torch.Tensor]
     is_everywhere: bool = True
+
+
+@dataclass(frozen=True)
+class CapturedReplica:
+    """The state of a module or an optimizer that should be the same on every rank, although no wrapper ensures this.
+
+    Attributes:
+        state: the contribution to the checkpoint if the parameters, or the optimizer's state, are the same on every
+            rank.
+        capture_own: a function that captures the complete state of this rank under the given name, for the case that
+            they differ.
+    """
+
+    state: CapturedState
+    capture_own: Callable[[str], CapturedState]
 
 
 class OfferedRegion(NamedTuple):
@@ -87,6 +102,8 @@ class CapturedState:
         offered: the tensor regions of a divided model that other ranks may also have.
         values: the plain values that are the same on every rank, or that only this rank has.
         objects: the objects that are compared between ranks, and saved separately for each rank if they differ.
+        replicas: the modules and optimizers that are compared between ranks, and saved separately for each rank if they
+            differ.
         layers: the names of this rank's layers and the total number of layers, by pipeline name.
         layouts: the layouts of the parameters in modules and optimizers.
     """
@@ -97,6 +114,7 @@ class CapturedState:
     offered: list[OfferedRegion] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
     objects: dict[str, CapturedObject] = field(default_factory=dict)
+    replicas: dict[str, CapturedReplica] = field(default_factory=dict)
     layers: dict[str, tuple[list[str], int]] = field(default_factory=dict)
     layouts: ParameterLayouts = field(default_factory=ParameterLayouts)
 
@@ -146,6 +164,20 @@ class CapturedState:
         """Adds a tree that only this rank contributes."""
         self.held += [whole_of(full, tensor.detach()) for full, tensor in self.add_values(name, value).items()]
 
+    def add_state(self, other: CapturedState) -> None:
+        """Adds the state of a replica that is the same on every rank."""
+        self.everywhere |= other.everywhere
+        self.held += other.held
+        self.values |= other.values
+        self.objects |= other.objects
+
+    def hold_state(self, own: CapturedState) -> None:
+        """Adds the complete state of a replica that this rank saves for itself."""
+        self.held += [*own.held, *(whole_of(full, tensor) for full, tensor in own.everywhere.items())]
+        self.values |= own.values
+        for full, known in own.objects.items():
+            self.hold_tree(full, known.state)
+
     def add_object(self, name: str, state: object, *, is_everywhere: bool = True) -> None:
         """Adds a tree that may differ between ranks."""
         tensors: dict[str, torch.Tensor] = {}
@@ -178,9 +210,27 @@ def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbe
         TypeError: the state contains an object that a checkpoint cannot hold. The message contains its name.
     """
     into = CapturedState(is_first)
-    for name, value in entries(state):
-        _capture(name, value, into, numberings.get(name))
+    found = list(entries(state))
+    synchronized = _synchronized_parameters(value for _, value in found)
+    for name, value in found:
+        _capture(name, value, into, numberings.get(name), synchronized)
     return into
+
+
+def _synchronized_parameters(values: Iterable[object]) -> set[int]:
+    """Returns the ids of the parameters that a wrapper keeps the same on every rank.
+
+    This includes the modules in torch's DistributedDataParallel, unless a communication hook averages the gradients.
+    """
+    modules = synchronized_modules()
+    for value in values:
+        while is_compiled(value):
+            value = value._orig_mod  # type: ignore[attr-defined]
+        if isinstance(value, nn.parallel.DistributedDataParallel) and not (
+            value.parameters_to_ignore or value._comm_hooks
+        ):
+            modules.append(value.module)
+    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def entries(state: TrainingState, name: str = "", enclosing: Enclosing = _NO_NAMES) -> Iterator[tuple[str, Any]]:
@@ -273,13 +323,21 @@ def key_in_whole(module: nn.Module, key: str) -> str:
     return module.whole.key_of(key) if isinstance(module, Pipeline) else key
 
 
-def _capture(name: str, value: object, into: CapturedState, numbering: Numbering | None) -> None:
+def _capture(
+    name: str, value: object, into: CapturedState, numbering: Numbering | None, synchronized: Set[int]
+) -> None:
     module = module_of(value)
     require_fit(name, module, value)
     if module is not None:
-        _capture_module(name, module, into)
+        if _may_differ(module, into, synchronized):
+            _capture_replica(name, into, lambda own, state: _capture_module(own, module, state))
+        else:
+            _capture_module(name, module, into)
     elif isinstance(value, Optimizer):
-        _capture_optimizer(name, value, into, numbering)
+        if numbering is None and _may_differ(value, into, synchronized):
+            _capture_replica(name, into, lambda own, state: _capture_optimizer(own, value, state, None))
+        else:
+            _capture_optimizer(name, value, into, numbering)
     elif isinstance(value, (StatefulLoader, ShardLoader)):
         if into.is_first:  # rank 0's position is saved, even in the last step of an epoch
             into.values[name] = _only_plain(name, value.state_dict())
@@ -288,6 +346,35 @@ def _capture(name: str, value: object, into: CapturedState, numbering: Numbering
             into.hold_tree(name, value.state_dict())
     else:
         into.add_object(name, value.state_dict() if isinstance(value, Stateful) else value)
+
+
+def _may_differ(value: nn.Module | Optimizer, into: CapturedState, synchronized: Set[int]) -> bool:
+    """Returns True if each rank has all parameters of a module or an optimizer, and no wrapper keeps them the same."""
+    if isinstance(value, (Pipeline, PartitionedOptimizer)):
+        return False
+    if isinstance(value, nn.Module) and sharded_parameters_of(value) is not None:
+        return False
+    parameters = parameters_of(value)
+    return not all(id(parameter) in synchronized for parameter in parameters) and not any(
+        into.layouts[parameter].is_divided for parameter in parameters
+    )
+
+
+def _capture_replica(name: str, into: CapturedState, capture_as: Callable[[str, CapturedState], None]) -> None:
+    """Captures an object that is compared between ranks.
+
+    Args:
+        capture_as: a function that adds the object to a captured state under the given name.
+    """
+
+    def capture_own(own: str) -> CapturedState:
+        state = CapturedState(layouts=into.layouts)
+        capture_as(own, state)
+        return state
+
+    state = CapturedState(into.is_first, layouts=into.layouts)
+    capture_as(name, state)
+    into.replicas[name] = CapturedReplica(state, capture_own)
 
 
 def _only_plain(name: str, state: object) -> object:

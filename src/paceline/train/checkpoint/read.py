@@ -82,9 +82,17 @@ class LoadPlan:
 
     def has(self, name: str) -> bool:
         """Returns True if the checkpoint has a tensor or value with this name or within this name."""
-        return any(full in self.tensors or full in self.values for full in self._candidates(name)) or bool(
-            self.names_below(name)
-        )
+        return any(map(self._has_exactly, self._candidates(name)))
+
+    def own_name(self, name: str) -> str:
+        """Returns the name under which this rank's copy is saved: `name`, unless each rank saved its own copy.
+
+        If this rank saved no copy, the name of rank 0's copy is returned.
+        """
+        return next(filter(self._has_exactly, self._candidates(name)), name)
+
+    def _has_exactly(self, full: str) -> bool:
+        return full in self.tensors or full in self.values or bool(self.names_below(full))
 
     def top_names(self) -> list[str]:
         """Returns the top-level names of the saved state."""
@@ -180,10 +188,10 @@ class LoadPlan:
         Raises:
             CheckpointError: the checkpoint has nothing with this name.
         """
-        known = next((full for full in self._candidates(name) if full in self.values or full in self.tensors), None)
-        if known is None:
-            return self._parts(name, by_all)
+        known = self.own_name(name)
         by_all = by_all and known == name
+        if known not in self.tensors and known not in self.values:
+            return self._parts(known, by_all)
         if known in self.tensors and known not in self.values:
             return self.tensor(known, by_all=by_all).detach
         value = decode(self.values[known])

@@ -71,7 +71,7 @@ def save(
     always exists. Any number of ranks can load it.
 
     Module buffers and loader positions are saved from the first rank. Other state that differs between ranks is saved
-    for each rank.
+    for each rank, with a warning if the parameters of a module differ.
 
     Args:
         state: the objects by name: modules (plain, or wrapped in `DistributedDataParallel` or `LogicalShards`),

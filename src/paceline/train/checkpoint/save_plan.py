@@ -7,16 +7,18 @@ in a `RankReport`, and all ranks compute the same assignment from these reports.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 import xxhash
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.captured_state import CapturedObject, CapturedState, TrainingState, capture, entries
+from paceline.train.checkpoint.captured_state import CapturedState, TrainingState, capture, entries
 from paceline.train.checkpoint.format.manifest import Draft
 from paceline.train.checkpoint.format.regions import Region, untiled
 from paceline.train.checkpoint.format.root import Root
@@ -32,6 +34,7 @@ from paceline.train.checkpoint.rank_channel import (
     results_of_all,
 )
 from paceline.train.checkpoint.shard_layout import LocalRegion, cut, whole_of
+from paceline.train.checks.device_values import DeviceDigests
 from paceline.train.module_tensors import memory_of
 
 
@@ -62,7 +65,7 @@ class RankReport:
         tensors: the name, dtype and shape of each tensor that every rank has.
         offered: the tensor regions that several ranks may have.
         nbytes: the number of bytes that only this rank has.
-        objects: the digests of objects that may differ between ranks, by name.
+        objects: the digests of objects, modules and optimizers that may differ between ranks, by name.
         layers: the names of the rank's layers and the total number of layers, by pipeline name.
     """
 
@@ -101,7 +104,7 @@ def plan_save(
     def take() -> bytes:
         nonlocal captured
         captured = capture(state, channel.rank == 0, numberings)
-        digests.update({name: _digest(name, captured_object) for name, captured_object in captured.objects.items()})
+        digests.update(_digests_of(captured, has_others=channel.size > 1))
         for name, value in captured.values.items():
             encode(value, name)
         return b""
@@ -110,7 +113,11 @@ def plan_save(
     report = RankReport(
         fault=fault,
         step=step,
-        tensors=[(name, name_of(tensor.dtype), list(tensor.shape)) for name, tensor in captured.everywhere.items()],
+        tensors=[
+            (name, name_of(tensor.dtype), list(tensor.shape))
+            for state in (captured, *(replica.state for replica in captured.replicas.values()))
+            for name, tensor in state.everywhere.items()
+        ],
         offered=[
             Offer(held.name, held.dtype, held.shape, held.region, held.nbytes, of_first)
             for held, of_first in captured.offered
@@ -122,6 +129,7 @@ def plan_save(
     reports = [msgspec.json.decode(data, type=RankReport) for data in channel.all_gather(msgspec.json.encode(report))]
     _require_alike(reports, channel.me)
     _require_all_layers(reports)
+    _settle_replicas(captured, [report.objects for report in reports], channel)
     _settle_objects(captured, [report.objects for report in reports], channel.rank)
     offered = assign_offers([report.offered for report in reports], [report.nbytes for report in reports])
     loads = [report.nbytes + _size(ranges) for report, ranges in zip(reports, offered, strict=True)]
@@ -155,12 +163,39 @@ def _begin_on_one(root: Root, step: int | None, nbytes: int, channel: Collective
     )
 
 
-def _digest(name: str, captured: CapturedObject) -> str:
-    total = xxhash.xxh3_128(json.dumps(encode(captured.value, name), sort_keys=True).encode())
-    for tensor in captured.tensors.values():
-        total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        total.update(memory_of(tensor))
-    return total.hexdigest()
+def _digests_of(captured: CapturedState, *, has_others: bool) -> dict[str, str]:
+    """Returns the digests of everything that may differ between ranks, by name.
+
+    Each tensor is hashed on its device. Without other ranks, tensors are not hashed.
+
+    Raises:
+        TypeError: a value cannot be saved.
+    """
+    on_devices = DeviceDigests()
+    of_tensors: dict[str, dict[str, int]] = {}
+
+    def add(name: str, values: object, tensors: Mapping[str, torch.Tensor]) -> None:
+        total = xxhash.xxh3_128(json.dumps(encode(values, name), sort_keys=True).encode())
+        of_tensors[name] = {}
+        for full, tensor in tensors.items() if has_others else ():
+            total.update(f"{full}{tensor.dtype}{tuple(tensor.shape)}".encode())
+            if tensor.is_cpu:
+                total.update(memory_of(tensor))
+            else:
+                on_devices.add(of_tensors[name], full, tensor)
+        totals[name] = total
+
+    totals: dict[str, xxhash.xxh3_128] = {}
+    for name, replica in captured.replicas.items():
+        add(name, replica.state.values, replica.state.everywhere)
+        for inner, known in replica.state.objects.items():
+            add(inner, known.value, known.tensors)
+    for name, known in captured.objects.items():
+        add(name, known.value, known.tensors)
+    on_devices.read()
+    for name, total in totals.items():
+        total.update(repr(of_tensors[name]).encode())
+    return {name: total.hexdigest() for name, total in totals.items()}
 
 
 def _require_alike(reports: Sequence[RankReport], me: str) -> None:
@@ -198,6 +233,31 @@ def _require_all_layers(reports: Sequence[RankReport]) -> None:
                 f"the {len(reports)} ranks that save have {len(found)} of the {total} layers of the pipeline "
                 f"{name!r}; all ranks of the mesh must save together"
             )
+
+
+def _settle_replicas(captured: CapturedState, digests: Sequence[Mapping[str, str]], channel: CollectiveChannel) -> None:
+    """Decides for each module or optimizer whether to save one state for all ranks or a separate state for each rank.
+
+    Rank 0 warns if the states differ.
+
+    Args:
+        captured: the state of this rank, to which the states are added.
+        digests: the digests of each rank's modules and optimizers, by name.
+    """
+    differing = []
+    for name, replica in captured.replicas.items():
+        if len({known.get(name) for known in digests}) == 1:
+            captured.add_state(replica.state)
+        else:
+            captured.hold_state(replica.capture_own(of_rank(name, channel.rank)))
+            differing.append(name)
+    if differing and channel.rank == 0:
+        warnings.warn(
+            f"{channel.me}: the ranks have different values in {' and '.join(map(repr, differing))}, so the checkpoint "
+            "contains a copy for each rank. If the ranks train one model together, wrap it in DistributedDataParallel "
+            "before the first step",
+            stacklevel=4,
+        )
 
 
 def _settle_objects(captured: CapturedState, digests: Sequence[Mapping[str, str]], rank: int) -> None:

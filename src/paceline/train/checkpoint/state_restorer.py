@@ -121,7 +121,9 @@ class StateRestorer:
         if sharded is not None:
             sharded.free_all()
         self._contexts.enter_context(private_parameters_of(module))
-        by_all = not isinstance(module, Pipeline)
+        saved_name = self._plan.own_name(name)
+        by_all = not isinstance(module, Pipeline) and saved_name == name
+        name = saved_name
         saved_keys = self._saved_keys(name, keys_in_whole(module))
         for key, value in module.state_dict(keep_vars=True).items():
             in_whole = key_in_whole(module, key)
@@ -205,18 +207,19 @@ class OptimizerRestorer:
         Raises:
             CheckpointError: the checkpoint has no optimizer with this name.
         """
-        if not self._plan.has(join(name, "param_groups")):
+        saved_name = self._plan.own_name(name)
+        if not self._plan.has(join(saved_name, "param_groups")):
             raise CheckpointError(
                 f"{name!r} is an optimizer here, and something else in {self._plan.checkpoint.describe()}; load it "
                 "into an object of the saved type, or into None to get the saved value"
             )
         numbering = self._numberings.get(name)
         if isinstance(optimizer, PartitionedOptimizer):
-            self._request_partitioned(name, optimizer, numbering)
+            self._request_partitioned(saved_name, optimizer, numbering)
         else:
-            self._request_usual(name, optimizer, numbering)
+            self._request_usual(saved_name, optimizer, numbering, by_all=numbering is None and saved_name == name)
 
-    def _request_usual(self, name: str, optimizer: Optimizer, numbering: Numbering | None) -> None:
+    def _request_usual(self, name: str, optimizer: Optimizer, numbering: Numbering | None, *, by_all: bool) -> None:
         layout_of: dict[object, ShardLayout] = {
             number: self._layouts[parameter]
             for number, parameter in zip(_numbers(optimizer, numbering), parameters_of(optimizer), strict=True)
@@ -230,13 +233,13 @@ class OptimizerRestorer:
                 number = number_of(keys[1])
                 if numbering is not None and number not in layout_of:
                     continue
-                kept = self._kept(full, layout_of.get(number), by_all=numbering is None)
+                kept = self._kept(full, layout_of.get(number), by_all=by_all)
                 if len(keys) == 2:
                     undivided[number] = kept
                 else:
                     states.setdefault(number, {})[keys[2]] = kept
             elif len(keys) == 1:
-                trees[keys[0]] = self._plan.tree(full)
+                trees[keys[0]] = self._plan.tree(full, by_all=by_all)
 
         def load() -> None:
             state: dict[object, Any]

@@ -51,7 +51,14 @@ from paceline.train.ddp.module_monitor import ModuleMonitor
 from paceline.train.ddp.reducer import Reducer
 from paceline.train.join import Join, Joinable, JoinHook
 from paceline.train.logical_shards.sharded_replica import ShardedReplica
-from paceline.train.module_tensors import TrackedTensors, broadcast_tensors, collect_tracked, ignore_tensors
+from paceline.train.module_tensors import (
+    TrackedTensors,
+    broadcast_tensors,
+    collect_tracked,
+    ignore_tensors,
+    mark_synchronized,
+    unmark_synchronized,
+)
 from paceline.train.preconditions import (
     rank_facts,
     reduces_during_backward,
@@ -242,6 +249,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.overlap = synchronize_replicas(
                 tracked, compared, overlap, problem, self.process_group, init_sync_buffers
             )
+            mark_synchronized(self)
         elif problem is not None:
             raise problem
         warn_of_torchs_sync_batch_norm(module, self.process_group)
@@ -405,6 +413,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "register_comm_hook was called twice on this module; wrap the module again to give it another hook"
             )
         self._averager.comm_hook = CommHook(state, hook)
+        unmark_synchronized(self)
         if self.checks.every is None and not (getattr(hook, "__module__", None) or "").startswith("paceline."):
             self._checks.allow_differences()  # the hook may average over a subset of the ranks
 

@@ -35,7 +35,7 @@ from paceline.train.logical_shards.tree_sum import (
     run_of_rank,
     sum_over_ranks,
 )
-from paceline.train.module_tensors import accelerators_of, broadcast_tensors, collect_tracked
+from paceline.train.module_tensors import accelerators_of, broadcast_tensors, collect_tracked, mark_synchronized
 from paceline.train.preconditions import rank_facts, require_same_module
 from paceline.train.training_events import record_optimizers
 
@@ -135,6 +135,7 @@ class LogicalShards:
         require_same_module(tracked, options, rank_facts(self._group, False), None, self._group)
         self._checks = ModuleChecks(module, tracked, self._group, chosen, with_buffers=True)
         broadcast_tensors([*module.parameters(), *module.buffers()], self._group)
+        mark_synchronized(self)
         torch.set_num_threads(threads)
         record_optimizers()
 
