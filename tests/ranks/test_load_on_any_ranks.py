@@ -119,7 +119,7 @@ def test_tensors_that_differ_are_kept_for_each_rank(ranks: type[Ranks], tmp_path
 
 
 def separate_training(rank: int) -> dict[str, Any]:
-    """Returns a model that each rank trains on its own, with its optimizer, and a model that is the same on all ranks."""
+    """Returns a model that each rank trains alone, with its optimizer, and a model that is the same on all ranks."""
     torch.manual_seed(rank)
     own = nn.Sequential(nn.Linear(600, 600), nn.BatchNorm1d(600), nn.Linear(600, 1))
     optimizer = torch.optim.AdamW(own.parameters(), lr=0.1 + rank)
@@ -175,8 +175,13 @@ def compared_names(root: Path) -> list[set[str]]:
     dist.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(partly, ["bias"])
     shards = dist.LogicalShards(nn.Linear(2, 2), 4)
     state = {
-        **{"wrapped": wrapped, "inner": wrapped.module, "optimizer": optimizer, "shards": shards},
-        **{"compiled": torch.compile(wrapped), "other": other, "mixed": mixed},
+        "wrapped": wrapped,
+        "inner": wrapped.module,
+        "optimizer": optimizer,
+        "shards": shards,
+        "compiled": torch.compile(wrapped),
+        "other": other,
+        "mixed": mixed,
         "partly": dist.DistributedDataParallel(partly),
     }
     found = [set(capture(state, True).replicas)]
