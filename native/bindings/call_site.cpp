@@ -63,7 +63,7 @@ CodeLines& known(PyObject* code) {
     if (recorder == Recorder::active())
         if (const auto found = codes.find(code); found != codes.end()) return found->second;
     const std::uint32_t file = file_of(code);
-    Codes dropped;  // freed after `codes` is valid again, since freeing a code object may run Python code
+    Codes dropped;  // freed after `codes` is valid again, since freeing a code object can run Python code
     if (recorder != Recorder::active() || codes.size() >= kMaxCodes) dropped.swap(codes);
     recorder = Recorder::active();
     return codes.try_emplace(code, CodeLines{nb::borrow(code), file, {}}).first->second;

@@ -43,7 +43,7 @@ class RecordedCall {
         entry_ = recorder->add(fields_, false);
     }
 
-    // Records the start of the call at `tick`, or at the current tick if `tick` is 0.
+    // Records that the call starts at `tick` or, if `tick` is 0, now.
     void start(std::uint64_t tick) {
         Recorder* const recorder = Recorder::active();
         if (recorder == nullptr) return;
@@ -52,7 +52,7 @@ class RecordedCall {
         recorder->change(entry_, fields_, false);
     }
 
-    // Records the end of the call at `tick`, or at the current tick if `tick` is 0. `shm_nbytes` and `tcp_nbytes` count
+    // Records that the call ends at `tick` or, if `tick` is 0, now. `shm_nbytes` and `tcp_nbytes` count
     // the bytes that this rank sent. For a receive, `last_arrived` is the sender.
     void end(int outcome, std::uint64_t shm_nbytes, std::uint64_t tcp_nbytes, int last_arrived, std::uint64_t tick) {
         Recorder* const recorder = Recorder::active();

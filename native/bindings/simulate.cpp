@@ -31,7 +31,7 @@ std::vector<double> to_doubles(const nb::bytes& bytes) {
     return numbers;
 }
 
-// Each route consists of eight numbers, followed by the index and the weight of each link that it uses.
+// Each route consists of eight numbers, followed by the index and the weight of every link on the route.
 std::vector<Route> to_routes(const std::vector<double>& numbers) {
     std::vector<Route> routes;
     for (std::size_t at = 0; at < numbers.size();) {

@@ -48,7 +48,7 @@ struct CallHeader {
     Operation operation;
     DType dtype;
     ReduceOp reduce_op;
-    std::uint8_t shared;     // on one host: the tensor is in the shared region described below; not compared
+    std::uint8_t shared;     // whether, on one host, the tensor is in the shared region described below; not compared
     std::uint64_t region;    // not compared
     std::uint64_t offset;    // not compared
     std::uint8_t algorithm;  // the schedule's algorithm, or 0; see kQuantized
@@ -158,8 +158,8 @@ struct Call {
     float* residual = nullptr;                           // rounding errors for error feedback (wire/wire.hpp), or null
     std::size_t residual_count = 0;
     CallMetrics metrics;  // written by the group
-    // Called once before the thread waits (longer than a brief spin) for another rank or another call. Null except for
-    // small calls on one host, which may complete without such a wait.
+    // Called once, before the thread waits for another rank or another call for longer than a brief spin. Null except
+    // for small calls on one host, which may complete without such a wait.
     const std::function<void()>* before_waiting = nullptr;
     // Returns true if the program is waiting for this asynchronous call or a later one. Null for synchronous calls.
     const std::function<bool()>* is_awaited = nullptr;

@@ -139,9 +139,9 @@ std::shared_ptr<Work> CallQueue::submit(Call call) {
     return work;
 }
 
-// Busy-waits for a call as long as `spin_budget_` allows; the lock is held on entry and on return. Threads that queue a
-// call release the lock before they increment `queue_version_`, so this thread does not have to wait for the lock when
-// it detects a call.
+// Busy-waits for a call for as long as `spin_budget_` allows; the lock is held on entry and on return. Threads that
+// queue a call release the lock before they increment `queue_version_`, so this thread does not have to wait for the
+// lock when it detects a call.
 void CallQueue::spin_for_call(std::unique_lock<std::mutex>& lock) {
     if (spin_budget_.left() == SpinBudget::Duration{0} || !claim_spinning()) return;
     const auto until = Clock::now() + spin_budget_.left();

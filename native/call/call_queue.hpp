@@ -3,7 +3,7 @@
 //
 // With a single thread per process, ranks that use two groups in different orders would deadlock, so each group has its
 // own thread. Waking a thread takes tens of microseconds. If each rank has a spare core, the thread therefore
-// busy-waits for the next call for a while (spin_budget.hpp); at most one thread per process does so at a time.
+// busy-waits for some time before it sleeps (spin_budget.hpp); at most one thread per process does so at a time.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// Intervals of the loop in which a blocked call waits. In each iteration, the thread sleeps for at most kPollInterval
+// Intervals in the loop in which a blocked call waits. In each iteration, the thread sleeps for at most kPollInterval
 // and then checks for events that end the wait early: failure reports from other ranks, deaths, the deadline and Python
 // signals.
 #pragma once

@@ -15,7 +15,7 @@
 
 namespace paceline {
 
-// A kind of call whose duration differed greatly from its prediction, and the measurements.
+// A kind of call whose duration differed greatly from its prediction, with the measurements.
 struct PredictionMiss {
     Operation operation = Operation::none;
     std::uint8_t algorithm = 0;

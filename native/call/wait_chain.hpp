@@ -1,5 +1,5 @@
 // Determines which ranks block a call that has timed out. The search queries each awaited rank. The answer lists the
-// ranks for which the queried rank is waiting, and the search queries these ranks next, across all groups. A rank that
+// ranks that the queried rank is waiting for, and the search queries these ranks next, across all groups. A rank that
 // is waiting is not responsible. A rank is responsible if it does not answer or reports that its program is not
 // waiting.
 #pragma once
@@ -64,7 +64,7 @@ class WaitChainSearch {
     std::map<Key, Query> queries_;              // guarded by the lock of `registry_`
 };
 
-// Describes a group's ranks: their global ranks, and whether each has begun the failed call.
+// Describes a group's ranks: their global ranks, and whether each rank has begun the failed call.
 struct GroupMembers {
     std::function<int(int)> global_rank;
     std::function<bool(int)> has_begun;

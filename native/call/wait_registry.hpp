@@ -2,8 +2,8 @@
 // waits.
 //
 // After its first wait iteration, a thread creates an entry that records what it is waiting for, and updates the entry
-// in each iteration. When a call times out, a search (wait_chain.hpp) queries the awaited ranks, then the ranks for
-// which the awaited ranks wait, and so on. A query may arrive over the lanes of any group that the two ranks share, so
+// in each iteration. When a call times out, a search (wait_chain.hpp) queries the awaited ranks, then the ranks that
+// those ranks are waiting for, and so on. A query may arrive over the lanes of any group that the two ranks share, so
 // waiting threads periodically read the lanes of all groups (`serve`) and answer for the whole process. A rank without
 // waiting threads does not answer.
 //
@@ -66,14 +66,13 @@ class WaitRegistry {
     // The time for which a thread waits in its call before it also serves other groups.
     static constexpr std::chrono::milliseconds kServeDelay{200};
 
-    // The lanes of one group. Neither of the functions blocks on a lock.
+    // The lanes of one group. Neither function blocks on a lock.
     class QueryTransport {
       public:
         virtual ~QueryTransport() = default;
         // Reads and answers the queries that have arrived.
         virtual void serve() = 0;
-        // Sends a query to a rank; returns false if this transport does not reach the rank or cannot be used at the
-        // moment.
+        // Sends a query to a rank; returns false if this transport does not reach the rank or is currently unusable.
         virtual bool send_query(int global_rank, const CallId& call) = 0;
     };
 
@@ -106,7 +105,7 @@ class WaitRegistry {
     // Removes a transport; once this returns, no thread uses it.
     void remove(QueryTransport& transport);
 
-    // Serves all transports, unless they were served very recently or another thread is serving them.
+    // Serves all transports unless they were served very recently or another thread is serving them.
     void serve();
     // Sends a query to a rank over any transport; returns false if none reaches the rank.
     bool send_query(int global_rank, const CallId& call);

@@ -12,7 +12,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kBackgroundSpin = std::chrono::microseconds(5);
-// The time to wait for data in flight after a rank has left or broken the group. The rank may already have sent all of
+// The time to wait for data in flight after a rank has left or broken the group. That rank may already have sent all of
 // its data for this call.
 constexpr auto kDrainTimeout = std::chrono::milliseconds(10);
 

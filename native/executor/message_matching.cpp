@@ -111,7 +111,7 @@ bool Messenger::begin_body(int peer) {
             from.eager_held += charge(frame.nbytes);
             if (from.eager_held > kEagerWindow) return false;
             frame.offset = 0;
-            // If the receive has a different size or dtype, or is posted while the body arrives, it is completed or
+            // If the receive has a different size or dtype, or is posted while the body is arriving, it is completed or
             // failed only after the body has been read.
             if (const auto at = posted_for(frame, peer); at != posted_.end() && matches(frame, **at)) {
                 from.body_for = *at;

@@ -255,7 +255,7 @@ Outcome Messenger::fail(Outcome outcome) {
 void Messenger::abort() {
     abort_requested_.store(true, std::memory_order_release);
     waiter_.wake();
-    // The driving thread may hold the lock as long as data is moving. In that case, that thread breaks the group.
+    // The driving thread may hold the lock for as long as data is moving. In that case, that thread breaks the group.
     const std::lock_guard lock(mutex_);
     handle_abort();
 }

@@ -2,7 +2,7 @@
 //
 // Note: the protocol. Every pair of ranks has one control lane, on which each side writes a sequence of frames
 // (frame.hpp).
-// - A *request* is a send or a receive of the program. A request is *open* until it is done. A receive without a
+// - A *request* is a send or a receive by the program. A request is *open* until it is done. A receive without a
 //   matching message is *posted*; a message without a matching receive is *unexpected*. A message matches the first
 //   posted receive with the same sender (or kAnySource) and tag; a receive matches the first such unexpected message.
 //   Messages with the same tag therefore keep their order.

@@ -130,8 +130,8 @@ FailureCause Group::cause_of(int rank) const {
     return mesh_.cause_reported_by(members_[static_cast<std::size_t>(rank)]);
 }
 
-// Fails the call because ranks died or left. Blames dead ranks rather than ranks that left, and ranks that reported no
-// cause rather than ranks that failed the call because of another rank.
+// Fails the call because ranks died or left. Reports dead ranks in preference to ranks that left, and ranks that
+// reported no cause in preference to ranks that failed the call because of another rank.
 bool Group::fail_peer_lost(const RankSet& missing, const RankSet& lost, const RankSet& left, std::int64_t waited_ns) {
     const RankSet& gone = lost.empty() ? left : lost;
     RankSet first;

@@ -177,7 +177,7 @@ bool Group::begin(Call& call, const void* payload, std::size_t payload_bytes) {
     if (payload_bytes != 0) std::memcpy(mine.payload, payload, payload_bytes);
     publish(round);
     if (!await(round)) return false;
-    // If this rank had to wait, the rank it waited for last was the last to arrive. Otherwise, it was the last itself.
+    // If this rank had to wait, the last rank that it waited for arrived last. Otherwise, this rank arrived last.
     call.metrics.last_arrived = last_awaited_ >= 0 ? last_awaited_ : rank_;
     if (total_nbytes(call.outputs) > slot_bytes_) call.metrics.complete = record::ticks();
     for (int r = 0; r < size_; ++r)

@@ -269,8 +269,8 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
     return await(done);
 }
 
-// Each slot contains one part per peer. A rank reduces the parts for it in the peers' slots with its own contribution,
-// which it reads in place.
+// Each slot contains one part per peer. A rank reduces its parts in the peers' slots with its own contribution, which
+// it reads in place.
 bool Group::reduce_scatter(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     const std::size_t item = item_size(call.dtype);

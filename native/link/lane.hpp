@@ -19,7 +19,7 @@ class Lane {
     // Returns the number of bytes accepted, 0 if the lane is full, or kClosed if the peer no longer uses the lane.
     virtual std::ptrdiff_t write(std::span<const ByteRange> ranges) = 0;
     // Returns the number of bytes read, 0 if no data is available, or kClosed if the peer no longer uses the lane and
-    // all of its data has been read. Returns only 0 or kClosed if `ranges` is empty.
+    // all of its data has been read. If `ranges` is empty, returns either 0 or kClosed.
     virtual std::ptrdiff_t read(std::span<const ByteRange> ranges) = 0;
 
     // A lane in shared memory supports reading in place: `peek` returns the available bytes up to the end of the ring,

@@ -1,4 +1,4 @@
-// The lanes of one group. To every peer there is one lane for control frames and messages, and several for the data of
+// The lanes of one group. Each peer has one lane for control frames and messages, and several lanes for the data of
 // collectives.
 #pragma once
 

@@ -13,8 +13,8 @@
 namespace paceline::link {
 namespace {
 
-// Keepalive settings. A live machine answers a probe within one round trip, even if the process is stopped or busy,
-// because its kernel answers.
+// Keepalive settings. A live machine's kernel answers a probe within one round trip, even if the process is stopped or
+// busy.
 constexpr int kIdleS = 2;
 constexpr int kProbeS = 1;
 constexpr int kProbes = 6;

@@ -83,7 +83,7 @@ std::size_t common_block(std::span<const LocalityDomain> ranks,
         first = end;
     }
     const std::size_t block = divisor & (~divisor + 1);
-    // With small or many blocks, this would barely reduce the data moved between NUMA nodes or caches.
+    // With small or numerous blocks, this would barely reduce the data moved between NUMA nodes or caches.
     const bool is_worth_it = block >= kMinBlock && ranks.size() / block <= block;
     return runs > 1 && is_worth_it ? block : 0;
 }

@@ -32,9 +32,9 @@ class Recorder {
   public:
     // Returns the recorder of this process if it is on, otherwise nullptr.
     static Recorder* active() { return active_.load(std::memory_order_acquire); }
-    // Starts recording into the file `fd`, whose `kBytes` bytes must stay allocated, or into private memory if `fd` is
-    // -1. Takes over the memory of a process that has exited; returns false if a live process is using it. Has no
-    // effect if the recorder is on. Throws std::system_error if the memory cannot be mapped.
+    // Starts recording to the file `fd`, whose `kBytes` bytes must stay allocated, or to private memory if `fd` is -1.
+    // Takes over the memory of a process that has exited; returns false if a live process is using it. Has no effect if
+    // the recorder is on. Throws std::system_error if the memory cannot be mapped.
     static bool begin(int fd, const ProcessIdentity& identity);
 
     Recorder(const Recorder&) = delete;
@@ -46,7 +46,7 @@ class Recorder {
 
     // Records the rank of this process and the number of ranks.
     void identify(int rank, int world_size);
-    // Records that the process exits normally.
+    // Records that the process is exiting normally.
     void finish();
     // Returns the number assigned to a name. Names that do not fit into the table share the last number.
     std::uint32_t name(std::string_view text);

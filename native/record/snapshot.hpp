@@ -7,7 +7,7 @@
 namespace paceline::record {
 
 // Returns a copy of the recording in the file `fd`. Every entry in the copy is consistent or marked as being written.
-// The copy is empty if no process has started to record in the file. The file must not shrink during the copy. Throws
+// The copy is empty if no process has started recording to the file. The file must not shrink during the copy. Throws
 // std::system_error if the file cannot be mapped.
 std::vector<std::uint8_t> snapshot(int fd);
 

@@ -12,8 +12,8 @@
 // Robust futexes reveal deaths quickly. The kernel closes the sockets of a dying process only after freeing its memory,
 // which takes a second for 4 GiB. Before that, it walks each thread's list of robust futexes (man 2 get_robust_list),
 // marks every futex as orphaned and wakes one waiter per futex. One thread on every rank therefore holds the futexes in
-// the rank's entry, one for each of the kMaxWatchers preceding ranks. A thread cannot wait on many more futexes than
-// that. Each of the preceding ranks reports the death to all others.
+// the rank's entry, one for each of the kMaxWatchers preceding ranks. A thread cannot wait on many more futexes. Each
+// of the preceding ranks reports the death to all others.
 #pragma once
 
 #include <linux/futex.h>

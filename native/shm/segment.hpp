@@ -1,4 +1,4 @@
-// Memory mapped by several processes. It is a memfd whose descriptor is passed between processes; the kernel frees it
+// Memory mapped by several processes: a memfd whose descriptor is passed between processes. The kernel frees the memory
 // when the last process releases it.
 //
 // The memfd is sealed against shrinking, so that no process can cause faults in another process by truncating it.

@@ -2,7 +2,7 @@
 //
 // The model follows the executor. The messages between two ranks are sequential, in the order of their schedules; each
 // advances in pieces, as far as earlier steps have advanced. A piece moves at the rate that FairShares assigns, arrives
-// after the latency of its route, and waits at the receiver until the receiving step may consume it. A rank reduces one
+// after the latency of its route, and waits at the receiver until the receiving step can consume it. A rank reduces one
 // received piece at a time while other pieces are moving. Consecutive messages to the same peer form one stream.
 //
 // A program represents one rank or a set of equivalent ranks. Each route of a program that represents a set represents

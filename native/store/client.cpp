@@ -107,8 +107,8 @@ bool Client::ends_at(std::size_t used) {
     return goodbye_;
 }
 
-// Spinning avoids the latency of waking a thread but competes with the server if there are few cores. The number of
-// spins therefore adapts to the success of recent spins.
+// Spinning avoids the latency of waking a thread but competes with the server if there are only a few cores. The
+// number of spins therefore adapts to the success of recent spins.
 Client::Result Client::receive(Message& answer, Deadline deadline, const Interrupted& interrupted) {
     int polls = std::max(spins_, ++asked_ % kProbeEvery == 0 ? kProbeSpins : 0);
     const bool spinning = polls > 0;

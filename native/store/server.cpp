@@ -68,7 +68,7 @@ Server::Server(int listener) : listener_(listener), buffer_(std::make_unique_for
     if (listener_ >= 0) {
         rlimit descriptors{};
         getrlimit(RLIMIT_NOFILE, &descriptors);
-        max_connections_ = descriptors.rlim_cur / 2;  // the rest of the process needs the other half
+        max_connections_ = descriptors.rlim_cur / 2;  // the other half is left for the rest of the process
         fcntl(listener_, F_SETFL, fcntl(listener_, F_GETFL) | O_NONBLOCK);
         watch(epoll_, EPOLL_CTL_ADD, listener_, EPOLLIN);
     }

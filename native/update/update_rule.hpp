@@ -31,7 +31,7 @@ struct UpdateOptions {
 
 // Factors computed from the options and the step number.
 struct UpdateFactors {
-    double sign = 1;    // -1 if the objective is maximized, or 1
+    double sign = 1;    // -1 if the objective is maximized, otherwise 1
     double l2 = 0;      // L2 penalty: multiple of the parameter to add to its gradient
     double shrink = 1;  // factor by which the parameter is multiplied (decoupled weight decay)
     double lr = 0;      // SGD's learning rate, or Adam's divided by the bias correction of its first average

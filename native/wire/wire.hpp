@@ -5,7 +5,7 @@
 // (int8) or 7 (int4) times the scale. The product of scale and integer is exact in float32. Unpacking therefore rounds
 // only to dtypes narrower than float32, and all SIMD levels produce identical bits. An int8 or int4 group that contains
 // NaN, infinity or a magnitude of 2^127 or more is unpacked as NaN; a group whose magnitudes are all below 2^-110 is
-// unpacked as zeros. The conversion to bfloat16 follows IEEE 754 and rounds to nearest even.
+// unpacked as zeros. The conversion to bfloat16 follows IEEE 754 and rounds to the nearest value (ties to even).
 #pragma once
 
 #include <cstddef>

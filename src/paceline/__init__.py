@@ -1,7 +1,7 @@
 """Paceline: distributed data-parallel training for PyTorch. `import paceline as dist`.
 
-This file only re-exports. Names are loaded on first use, so that `paceline run` starts without importing torch;
-`__init__.pyi` lists the same names for type checkers, and a test compares the two lists.
+This file contains only re-exports. Names are loaded on first use, so that `paceline run` starts without importing
+torch; `__init__.pyi` lists the same names for type checkers, and a test compares the two lists.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ _PUBLIC = {
     "paceline.train.checkpoint.load": ("load",),
     "paceline.train.checkpoint.captured_state": ("RandomState",),
     "paceline.train.checkpoint.save": ("save",),
-    # data parallel modules and data
+    # data-parallel training and data loading
     "paceline.train.data.sampler": ("DistributedEvalSampler", "DistributedSampler", "mean_over_samples"),
     "paceline.train.data.loader": ("StatefulLoader",),
     "paceline.train.ddp.comm_hook": ("GradBucket",),
@@ -214,7 +214,7 @@ __all__ = sorted([*_MODULE_OF, *_MODULES])
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES or name == "parallel":  # paceline.parallel.hooks is used without a separate import
+    if name in _MODULES or name == "parallel":  # programs use paceline.parallel.hooks without a separate import
         return import_module(f"paceline.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}{_suggestion(name)}")

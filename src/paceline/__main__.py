@@ -1,4 +1,4 @@
-"""The program `python -m paceline`, and the entry point of the command `paceline`."""
+"""The program `python -m paceline` and the entry point of the `paceline` command."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from paceline.linux import die_on_interrupt
 
 
 def main() -> int:
-    """Runs the command line of this process; returns its exit code.
+    """Runs the command given on this process's command line; returns the exit code.
 
-    Ctrl-C kills the process until the command installs its own handler for SIGINT. A launcher installs its handler
+    Until the command installs its own handler for SIGINT, Ctrl-C kills the process. A launcher installs its handler
     before it starts other processes.
     """
     die_on_interrupt()

@@ -11,16 +11,16 @@ def usable_cores() -> int:
     """Returns the number of cores that this process may use given its affinity and its cgroup's quota; at least 1."""
 
 def cpu_quota(root: str = "") -> tuple[float, int]:
-    """Returns the quota of this process's cgroup in cores (0 for no limit), and a number that identifies the cgroup.
+    """Returns the CPU quota of this process's cgroup, in cores (0: no limit), and a number that identifies the cgroup.
 
     `root` is the prefix of /proc and /sys.
     """
 
 def cgroups(controller: str, root: str = "") -> tuple[list[str], bool]:
-    """Returns the directories of this process's cgroup for a controller and of its ancestors, innermost first.
+    """Returns the directories of this process's cgroup and its ancestors for a controller, innermost first, and a flag.
 
-    Without a controller, they are those of version 2. The flag is True if the mount table lists the directories. If it
-    is False, the result consists of the usual directories and may be incomplete.
+    If `controller` is empty, these are the directories of cgroup version 2. The flag is True if the mount table lists
+    the directories. If it is False, the result consists of the usual directories and may be incomplete.
     """
 
 def domain(root: str = "") -> tuple[int, int]:
@@ -58,13 +58,13 @@ def completion_count() -> int:
     """Returns the number of asynchronous calls that have completed in this process, modulo 2^32."""
 
 def announce_completion() -> None:
-    """Wakes the threads that wait in `await_completion`."""
+    """Wakes the threads that are waiting in `await_completion`."""
 
 def await_completion(seen: int, timeout_ns: int) -> None:
-    """Sleeps without the interpreter lock while `completion_count()` equals `seen`; may return early."""
+    """Sleeps without holding the interpreter lock while `completion_count()` equals `seen`; may return early."""
 
 def create_directory(size: int) -> int:
-    """Creates the shared memory in which a host's ranks register; returns a descriptor for the caller to close."""
+    """Creates the shared memory in which a host's ranks register; the caller must close the returned descriptor."""
 
 class HostMesh:
     """The ranks on this host, numbered as in the host directory."""
@@ -74,7 +74,7 @@ class HostMesh:
         """Registers this rank in the directory given by a descriptor, or in a new one; see native/shm/host_mesh.hpp."""
 
     def absent(self, timeout_s: float) -> list[int]:
-        """Waits up to `timeout_s` until all ranks have appeared; returns those that have not."""
+        """Waits up to `timeout_s` for all ranks to appear; returns those that have not."""
 
     def lost(self) -> list[int]:
         """Returns the ranks that have died."""
@@ -86,7 +86,7 @@ def wire_levels() -> list[str]:
 
 def packed_size(wire: int, count: int) -> int: ...
 def pack(wire: int, level: str, dtype: int, tensor: int, residual: int, packed: int, count: int) -> None:
-    """Packs `count` elements at the address `tensor`; see native/wire/wire.hpp. A `residual` of 0 means none."""
+    """Packs `count` elements at the address `tensor`; see native/wire/wire.hpp. If `residual` is 0, there is none."""
 
 def unpack(wire: int, level: str, dtype: int, packed: int, tensor: int, count: int) -> None: ...
 def add_packed(wire: int, level: str, dtype: int, packed: int, tensor: int, count: int, divisor: int) -> None: ...
@@ -177,10 +177,10 @@ def sgd_options(
 ) -> UpdateOptions: ...
 
 class Update:
-    """An optimizer's update of runs of elements, from front to back; see native/update/update.hpp.
+    """An optimizer update, applied to runs of elements from front to back; see native/update/update.hpp.
 
-    A run is described by the addresses of its elements, of its two states and of its step count (0 for none), its size
-    in bytes, and the index of its parameter group.
+    A run consists of the addresses of its elements, its two states and its step count (0 if there is none), followed by
+    its size in bytes and the index of its parameter group.
     """
 
     def __init__(self, dtype: int, runs: Sequence[tuple[int, int, int, int, int, int]]) -> None: ...
@@ -188,7 +188,7 @@ class Update:
     def apply(self, averages: int, nbytes: int) -> None: ...
 
 class SharedMemory:
-    """Memory mapped by the ranks of a host; it is freed when no rank holds the object or one of its tensors."""
+    """Memory mapped by the ranks on a host; it is freed when no rank holds the object or one of its tensors."""
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Returns `nbytes` bytes starting at `offset` as a one-dimensional uint8 tensor with its own storage."""
@@ -200,7 +200,7 @@ def find_memory(mesh: HostMesh, owner: int, id: int, nbytes: int, timeout_s: flo
     """Returns the memory created by mesh rank `owner`, or None on timeout or if the owner has left."""
 
 def withdraw_memory(mesh: HostMesh, id: int) -> None:
-    """Withdraws the memory from the mesh; called once the other ranks have found it."""
+    """Withdraws the memory from the mesh; to be called after the other ranks have found it."""
 
 def shared_tensor(nbytes: int) -> torch.Tensor: ...
 def simd_level() -> str: ...
@@ -253,11 +253,12 @@ def simulate(
     piece_nbytes: float,
     records: bool,
 ) -> tuple[list[float], list[float], list[tuple[int, int, float, float, float]]]:
-    """Returns the end time of each schedule, the bytes on each link, and (route, step, bytes, begin, end) per transfer.
+    """Returns the end time of each schedule, the bytes per link, and a (route, step, bytes, begin, end) per transfer.
 
-    All arguments of type `bytes` contain doubles. A route consists of eight: the index of its source in `schedules`,
-    the source's number for its peer, the same two for the target, the latency, the overhead, the limit in bytes per
-    second, and the number of links that it uses; the index and the weight of each of these links follow.
+    All arguments of type `bytes` contain doubles. A route begins with eight of them: the index of the source in
+    `schedules`, the number by which the source refers to its peer, the same two numbers for the target, the latency,
+    the overhead, the limit in bytes per second, and the number of links that the route uses. The index and the weight
+    of each of these links follow.
     """
 
 class Message:
@@ -301,9 +302,9 @@ def time_reduction(nbytes: int) -> float: ...
 RECORDING_NBYTES: int
 
 def set_user_file_namer(name_of: Callable[[str], str | None]) -> None:
-    """Sets the function that returns the name under which a file is recorded, or None if it is not the user's.
+    """Sets the function that returns the name to record for a source file, or None if the file is not the user's.
 
-    Until then, the lines that make calls are not recorded.
+    Until this function is set, the source lines of calls are not recorded.
     """
 
 class RecordedCall:
@@ -328,7 +329,7 @@ class RecordedCall:
     ) -> None: ...
 
 def begin_recording(fd: int, worker: str, host: str, boot: str, time_namespace: int) -> bool:
-    """Begins to record into the file `fd`, or into memory if it is -1; returns False if another process uses it."""
+    """Begins recording to the file `fd`, or to memory if `fd` is -1; returns False if another process uses the file."""
 
 def is_recording() -> bool: ...
 def pause_recording(is_paused: bool, /) -> None:
@@ -341,13 +342,13 @@ def record_step(step: int, /) -> None: ...
 def record_group(name: str, engine: str, identity: int, rank: int, members: Sequence[int], /) -> int: ...
 def record_group_closed(serial: int, /) -> None: ...
 def record_begin(kind: int, name: int, first: int, second: int, /) -> int:
-    """Records the beginning of an event; returns the stamp for `record_end`, or 0 if nothing is recorded."""
+    """Records the beginning of an event; returns the stamp to pass to `record_end`, or 0 if nothing is recorded."""
 
 def record_end(stamp: int, /) -> None: ...
 def record_begin_at(kind: int, name: int, first: int, second: int, tick: int, /) -> int: ...
 def record_end_at(stamp: int, tick: int, /) -> None: ...
 def record_tick_at(monotonic_ns: int, /) -> int:
-    """Returns the tick that corresponds to a time of CLOCK_MONOTONIC, or 0 if recording is disabled."""
+    """Returns the tick that corresponds to a time on CLOCK_MONOTONIC, or 0 if recording is disabled."""
 
 def record_end_with(stamp: int, first: int, second: int, /) -> None: ...
 def record_sent(stamp: int, /) -> None: ...
@@ -358,4 +359,4 @@ def record_span(kind: int, name: int, start: int, first: int, second: int, /) ->
 def record_value(name: int, value: float, /) -> None: ...
 def record_ticks() -> int: ...
 def snapshot_recording(fd: int, /) -> bytes:
-    """Returns a copy of a recording that is being written; empty if no process has begun to record into `fd`."""
+    """Returns a copy of a recording that is being written; empty if no process has begun recording to `fd`."""

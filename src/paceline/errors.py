@@ -1,4 +1,4 @@
-"""Error classes of Paceline, and functions that format values and source files for error messages.
+"""Paceline's error classes, and functions that format values and source files for error messages.
 
 A message has four parts: what was seen, where (rank, host, pid, call), what was expected, and what to do. Wrong
 arguments raise plain `ValueError` and `TypeError`; the errors below concern another process or a file.
@@ -79,7 +79,7 @@ def _is_library(folder: str, name: str) -> bool:
 
 
 def user_file_name(file: str) -> str | None:
-    """Returns the name of a file for messages, such as `train.py`, or None if the file does not belong to the user.
+    """Returns a file's name for use in messages, such as `train.py`, or None if the file does not belong to the user.
 
     If this process has imported torch, its files are recognized in any directory (`pip install --target`).
     """

@@ -1,4 +1,4 @@
-"""The program `python -m paceline.launch`, for scripts that take their local rank as an argument."""
+"""The program `python -m paceline.launch`, for scripts that take the local rank as a command-line argument."""
 
 from __future__ import annotations
 

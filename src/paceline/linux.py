@@ -1,4 +1,4 @@
-"""Linux system calls that some builds of Python lack, and helpers for process death and file descriptors.
+"""Linux system calls that some builds of Python lack, and helpers for process exits and file descriptors.
 
 Python's own function is used if it exists. The builds from conda and uv lack some functions, because they target older
 systems. Except for `_STDIN_CALLS`, the system call numbers used here are the same on every architecture.
@@ -148,7 +148,7 @@ def _checked(result: int, name: str) -> int:
 
 
 def process_fields(pid: int | str, root: str = "/proc") -> list[str]:
-    """Returns the fields of /proc/PID/stat after the program's name; the first one is the state (see proc(5)).
+    """Returns the fields of /proc/PID/stat that follow the program's name; the first is the state (see proc(5)).
 
     Raises:
         OSError: there is no such process.

@@ -57,7 +57,7 @@ class KnownCosts:
 
 @dataclass(frozen=True)
 class EngineContext:
-    """The context in which an engine starts.
+    """The environment in which an engine starts.
 
     Args:
         store: the store that the ranks share; it must outlive the engine.
@@ -283,7 +283,7 @@ def start(name: str, context: EngineContext) -> Engine:
     """Starts engine `name` and returns it.
 
     Raises:
-        ValueError: as for `require`.
+        ValueError: see `require`.
     """
     require(name, context.rank)
     return _module(name).start(name, context)
@@ -295,7 +295,7 @@ def launcher_rendezvous(backend: BackendChoice, rank: int) -> Callable[[float], 
     The function takes a timeout in seconds. The result is None if no engine in `backend` has such a launcher.
 
     Raises:
-        ValueError: as for `require`.
+        ValueError: see `require`.
     """
     for name in backend.engines.values():
         entry = _entry(name)

@@ -51,7 +51,7 @@ ITEM_SIZES = [getattr(torch, name).itemsize if hasattr(torch, name) else 1 for n
 
 
 WIRE_CODES: dict[str, int] = {name: code for code, name in enumerate(WIRES, 1)}
-"""Codes for the formats to which tensors are rounded between hosts (native/wire/wire.hpp); 0 means no rounding."""
+"""Codes for the formats to which tensors sent between hosts are rounded (native/wire/wire.hpp); 0 means no rounding."""
 
 QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that the core can round."""
@@ -137,7 +137,7 @@ class CallOutcome(Protocol):
 
     @property
     def blocked_by(self) -> Sequence[int]:
-        """Ranks outside the group that delayed a call until its timeout, as indices into the engine's `members`."""
+        """Ranks outside the group that delayed a call until it timed out, as indices into the engine's `members`."""
 
     @property
     def gone(self) -> Sequence[int]:
@@ -249,7 +249,7 @@ class CollectiveCall(NamedTuple):  # native/bindings/calls.cpp reads the fields 
     all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have already been multiplied by
     their factors, and the engine only sums them.
 
-    If `wire` is not 0, data is rounded to that format (`WIRES`) between hosts. This requires a channel for which
+    If `wire` is not 0, data sent between hosts is rounded to that format (`WIRES`). This requires a channel for which
     `quantizes` is true, a sum or an all_gather, and a dtype in `QUANTIZED_TYPES`. `residual` is the memory for error
     feedback, one float32 per element of the longest buffer, or () without error feedback.
 
@@ -347,7 +347,7 @@ class Messages(Protocol):
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
     ) -> PendingMessage:
-        """Starts a send to a group rank; it proceeds without `wait` if `background` is true."""
+        """Starts a send to a group rank; the send proceeds without `wait` if `background` is true."""
         ...
 
     def receive(

@@ -53,7 +53,7 @@ def name_ranks(members: Sequence[object]) -> str:
 
 
 def describe_ranks(descriptions: Mapping[int, str], members: Sequence[object], form: str) -> str:
-    """Formats the ranks' descriptions as human-readable text, in which ranks with the same description are grouped."""
+    """Formats the ranks' descriptions as human-readable text, grouping ranks that have the same description."""
     alike: dict[str, list[object]] = {}
     for rank, description in descriptions.items():
         alike.setdefault(description, []).append(members[rank])

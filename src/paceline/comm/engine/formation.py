@@ -114,7 +114,7 @@ class Formation:
     """A context manager around the formation of one group; publishes an error raised in its body to the other ranks.
 
     Args:
-        store: the store of the rendezvous.
+        store: the store used for the rendezvous.
         rank, world_size: this rank and the number of ranks.
         what: a name or number that is the same on all members and unique to the group; None for the default group,
             whose store may shut down with this rank.

@@ -2,9 +2,9 @@
 
 This module does not import torch, because the launcher uses it to check the variables.
 
-BBR, the default congestion control on many machines, paces packets. Within a data center, the timers for pacing take
-longer than the transfer itself and halve the throughput between two hosts (bench/hosts.py). Loss-based congestion
-control does not pace packets and can use the full link.
+BBR, the default congestion control on many machines, paces packets. Within a data center, pacing delays packets for
+longer than the transfer itself takes, which halves the throughput between two hosts (bench/hosts.py). Loss-based
+congestion control does not pace packets and can use the full link.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) ->
     """Returns the network described by the value of PACELINE_NETWORK, or None if the value is empty.
 
     The text is JSON with optional parts. `node` is the link of every host (default: as measured); `nodes` contains the
-    links of single hosts, numbered from 0 in the order of the ranks; `pairs` contains separate links between two hosts,
-    for both directions; `groups` contains racks or regions, each with its hosts and their shared uplink. The format of
-    a link is `1gbit,0.1ms,loss=0.1%`.
+    links of individual hosts, numbered from 0 in rank order; `pairs` contains separate links between two hosts, for
+    both directions; `groups` contains racks or regions, each with its hosts and their shared uplink. The format of a
+    link is `1gbit,0.1ms,loss=0.1%`.
 
     Raises:
         ValueError: the text is malformed, or names hosts that do not exist.
@@ -250,7 +250,7 @@ _MOST_STREAMS = 64
 ALL_TO_ALL_NBYTES = 1 << 20
 """The size in bytes that is assumed for every all_to_all.
 
-All ranks must choose the same algorithm, but a rank does not have the sizes of the other ranks' parts.
+All ranks must choose the same algorithm, but no rank has the sizes of all parts.
 """
 
 # Typical costs of shared memory within a host and of fast Ethernet between hosts.

@@ -138,9 +138,9 @@ class Buffers:
         self.kept: list[torch.Tensor] = []
         self.written: list[torch.Tensor] = []  # the caller's tensors (`kept` may contain copies instead)
         self.has_copies = False
-        self.profiled: list[torch.Tensor] | None = None  # recorded in a profile instead of the tensors to read
+        self.profiled: list[torch.Tensor] | None = None  # if set, recorded in a profile in place of the tensors to read
         self.residual: torch.Tensor | None = None  # kept alive during the call
-        self.note = ""  # start of the message for a mismatch, if the call differs from the one in the program
+        self.note = ""  # the beginning of the error message for a mismatch, if the program made a different call
         self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.scale = scale
         self._any_order = any_order
@@ -173,8 +173,8 @@ class Buffers:
     def finish(self) -> Callable[[], None] | None:
         """Returns a function to run when the call is complete, or None if no tensor was copied.
 
-        Copies that are only read also need such a function. On a device, it makes the program's streams wait before the
-        memory of the copies can be reused.
+        Copies that are only read also need such a function. On a device, the function makes the program's streams wait
+        before the memory of the copies can be reused.
         """
         return self._write_back if self.has_copies else None
 

@@ -1,4 +1,4 @@
-"""Plans of collectives: fully checked calls in the form that engines expect.
+"""Plans for collectives: fully checked calls in the form that engines expect.
 
 The functions accept torch's reductions and option objects (such as `AllreduceOptions`). They recognize these objects by
 their attributes, which works with every release of torch.
@@ -65,7 +65,7 @@ QUICK_CODES: dict[torch.dtype, tuple[int, list[int]]] = {
 
 
 def plan_all_reduce(tensors: Tensors, op: Reduction, timeout_ns: int, any_order: bool = False) -> CallPlan:
-    """Returns the plan of an all_reduce; see `Buffers` for `any_order`."""
+    """Returns the plan for an all_reduce; see `Buffers` for `any_order`."""
     listed = as_list(tensors, "all_reduce")
     code, reduce_code, buffers = checked_reduction(listed, op, "all_reduce", any_order)
     outputs = [buffers.write(listed)]
@@ -75,7 +75,7 @@ def plan_all_reduce(tensors: Tensors, op: Reduction, timeout_ns: int, any_order:
 
 
 def plan_broadcast(tensors: Tensors, root: int, timeout_ns: int, any_order: bool = False) -> CallPlan:
-    """Returns the plan of a broadcast from group rank `root`; see `Buffers` for `any_order`."""
+    """Returns the plan for a broadcast from group rank `root`; see `Buffers` for `any_order`."""
     listed = as_list(tensors, "broadcast")
     code = dtype_code(listed, "broadcast")
     buffers = Buffers(any_order=any_order)
@@ -85,7 +85,7 @@ def plan_broadcast(tensors: Tensors, root: int, timeout_ns: int, any_order: bool
 
 
 def plan_reduce(group: ProcessGroup, tensors: Tensors, root: int, op: Reduction, timeout_ns: int) -> CallPlan:
-    """Returns the plan of a reduce to group rank `root`."""
+    """Returns the plan for a reduce to group rank `root`."""
     listed = as_list(tensors, "reduce")
     code, reduce_code, buffers = checked_reduction(listed, op, "reduce")
     outputs = [buffers.write(listed) if group.rank() == root else buffers.read(listed)]
@@ -95,14 +95,14 @@ def plan_reduce(group: ProcessGroup, tensors: Tensors, root: int, op: Reduction,
 
 
 def plan_all_gather(group: ProcessGroup, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
-    """Returns the plan of an all_gather; if the ranks' tensors differ in size, it is the plan of an all_to_all."""
+    """Returns the plan for an all_gather; if the ranks' tensors differ in size, it is the plan for an all_to_all."""
     return _plan_gather(Operation.ALL_GATHER, group, outputs, tensors, -1, timeout_ns)
 
 
 def plan_gather(
     group: ProcessGroup, outputs: Sequence[Tensors] | None, tensors: Tensors, root: int, timeout_ns: int
 ) -> CallPlan:
-    """Returns the plan of a gather to group rank `root`; `outputs` is None or empty on other ranks."""
+    """Returns the plan for a gather to group rank `root`; `outputs` is None or empty on other ranks."""
     if bool(outputs) != (group.rank() == root):
         raise ValueError(
             f"rank {group.me.rank}: gather takes gather_list on the destination, rank {group.ranks[root]}, "
@@ -137,7 +137,7 @@ def _plan_gather(
 def plan_reduce_scatter(
     group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
 ) -> CallPlan:
-    """Returns the plan of a reduce_scatter."""
+    """Returns the plan for a reduce_scatter."""
     written = as_list(output, "reduce_scatter")
     read = lists_by_rank(inputs, group, "reduce_scatter", "input_list")
     code, reduce_code, buffers = checked_reduction([*written, *chain(*read)], op, "reduce_scatter")
@@ -153,7 +153,7 @@ def plan_reduce_scatter(
 def plan_uneven_reduce_scatter(
     group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
 ) -> list[CallPlan]:
-    """Returns the plans of the reduces, one for each root, that perform a reduce_scatter with parts of different sizes.
+    """Returns the plans for the reduces, one to each rank, that perform a reduce_scatter with parts of different sizes.
 
     Copies this rank's part to `output`, where the reduce to this rank adds the parts of the other ranks.
     """
@@ -178,7 +178,7 @@ def plan_uneven_reduce_scatter(
 def plan_scatter(
     group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors] | None, root: int, timeout_ns: int
 ) -> CallPlan:
-    """Returns the plan of a scatter from group rank `root`; `inputs` is None or empty on other ranks."""
+    """Returns the plan for a scatter from group rank `root`; `inputs` is None or empty on other ranks."""
     if bool(inputs) != (group.rank() == root):
         raise ValueError(
             f"rank {group.me.rank}: scatter takes scatter_list on the source, rank {group.ranks[root]}, "
@@ -200,7 +200,7 @@ def plan_scatter(
 def plan_all_to_all(
     group: ProcessGroup, outputs: Sequence[Tensors], inputs: Sequence[Tensors], timeout_ns: int
 ) -> CallPlan:
-    """Returns the plan of an all_to_all."""
+    """Returns the plan for an all_to_all."""
     read = lists_by_rank(inputs, group, "all_to_all", "input_tensor_list")
     written = lists_by_rank(outputs, group, "all_to_all", "output_tensor_list")
     mine = group.rank()
@@ -215,7 +215,7 @@ def plan_all_to_all(
 
 
 def plan_barrier(timeout_ns: int) -> CallPlan:
-    """Returns the plan of a barrier."""
+    """Returns the plan for a barrier."""
     return CollectiveCall(Operation.BARRIER, 0, NO_REDUCTION, -1, 0, timeout_ns, [], []), Buffers()
 
 
@@ -233,7 +233,7 @@ def checked_reduction(
     reduce_code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
     if op is ReduceOp.PREMUL_SUM:
         raise TypeError(f"{call}: PREMUL_SUM needs a factor; pass paceline.PremulSum(factor)")
-    # Unsupported reductions on other devices are reported by the engine.
+    # On other devices, the engine reports unsupported reductions.
     if not reduces(code, reduce_code) and all(tensor.is_cpu for tensor in tensors):
         dtype = tensors[0].dtype if tensors else torch.uint8
         raise TypeError(f"{call}: {reduce_code.name} is not defined for {dtype}; convert the tensor first")
@@ -419,7 +419,7 @@ def require_counts(
 def require_own_count(
     lists: Sequence[list[torch.Tensor]], count: int, group: ProcessGroup, call: str, argument: str
 ) -> None:
-    """Checks that this rank's entry of `lists`, whose entries differ in size, has `count` elements.
+    """Checks that this rank's entry in `lists`, whose entries differ in size, has `count` elements.
 
     Raises:
         ValueError: the entry has the wrong number of elements.

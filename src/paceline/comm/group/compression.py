@@ -1,4 +1,4 @@
-"""Number formats with which floats take fewer bits between hosts, and error feedback for the rounding (`Wire`)."""
+"""Number formats that reduce the size of floats sent between hosts, and error feedback for the rounding (`Wire`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_ALL_RANKS = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)  # the longest 
 
 
 class Wire:
-    """Rounds a repeatedly reduced tensor between hosts, and compensates for the rounding in later calls.
+    """Rounds a repeatedly reduced tensor for transfer between hosts, and compensates for the rounding in later calls.
 
     The rounding error that a call makes on this rank is stored and added in the next call (error feedback). The errors
     therefore do not accumulate: the sum of all results differs from the exact sum by at most the rounding error of one
@@ -32,7 +32,7 @@ class Wire:
     Attributes:
         kind: the format.
         residual: the error to add in the next call, a float32 tensor, or None before the first call. It differs between
-            ranks and should be part of checkpoints.
+            ranks and should be saved in checkpoints.
 
     Raises:
         ValueError: there is no such format.

@@ -20,16 +20,16 @@ _calls: Counter[tuple[str, int]] = Counter()
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
     """Opens the debugger pdb on one rank at the line of this call, while all other ranks wait in the same call.
 
-    The other ranks wait without a timeout until `continue` or, after `next` or `step`, until the debugged rank reaches
-    its next collective. If the debugged rank exits, the other ranks immediately raise an error. Under `paceline run`
-    the debugger uses the launcher's terminal, regardless of the rank. Ctrl-C at the prompt raises KeyboardInterrupt in
-    the debugger and does not terminate the job.
+    The other ranks wait without a timeout until the user enters `continue` or, after `next` or `step`, until the
+    debugged rank reaches its next collective. If the debugged rank exits, the other ranks immediately raise an error.
+    Under `paceline run` the debugger uses the launcher's terminal, regardless of the rank. Ctrl-C at the prompt raises
+    KeyboardInterrupt in the debugger and does not terminate the job.
 
     Args:
         rank: the rank to debug, in the default group.
         skip: the number of calls from the same line to ignore before the debugger opens.
         timeout_s: the minimum timeout of all groups, in seconds. Shorter timeouts are permanently raised to this value,
-            because the other ranks wait in their next collective while the debugged rank executes single steps. None
+            because the other ranks wait in their next collective while the user steps through the debugged rank. None
             leaves the timeouts unchanged.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The default process group, used by calls without a `group` argument, and queries about process groups and backends.
+"""The default process group, used by calls without a `group` argument, and functions that query groups and backends.
 
 Only this module sets the default group. A `World` contains the default group and its store, engines and subgroups.
 While the world created by `init_process_group` exists, Paceline is also torch.distributed's default backend for CPU
@@ -76,10 +76,10 @@ class World:
     """A default group with its store, engines and subgroups.
 
     Args:
-        store: the store of the rendezvous.
-        engines: the engines of `group` and its subgroups.
+        store: the store used for the rendezvous.
+        engines: the engines that `group` and its subgroups use.
         group: the group of all ranks.
-        timeout_s: the default timeout of subgroups, in seconds.
+        timeout_s: the default timeout for subgroups, in seconds.
     """
 
     def __init__(self, store: Store, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
@@ -218,7 +218,7 @@ def resolve(group: Group, call: str = "") -> ProcessGroup | None:
         TypeError: `group` is not a Paceline group.
         ValueError: `group` is None, and there is no default group.
     """
-    if group is None:  # inlines `default_group`, to save every collective two function calls
+    if group is None:  # inlines `default_group`, which saves two function calls in every collective
         return default_world().group if _world is None else _world.group
     if isinstance(group, ProcessGroup):
         return group

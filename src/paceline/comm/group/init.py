@@ -49,7 +49,7 @@ DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # torch uses the s
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Options of a default group; see `init_process_group`.
+    """Options for a default group; see `init_process_group`.
 
     Attributes:
         costs: the link costs measured by earlier groups, to which this group adds its own, or None.
@@ -89,12 +89,12 @@ def init_process_group(
 
     A program that does not call this function uses torch.distributed's default group, provided that the backend of this
     group is "paceline". While the group created by this function exists and PyTorch finds no GPU, torch.distributed
-    uses Paceline for CPU tensors if no backend is named, for instance in `fully_shard`.
+    uses Paceline for CPU tensors if no backend is specified, for instance in `fully_shard`.
 
     Args:
         backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each type
             of device, such as "cpu:gloo,cuda:nccl". By default, the best available engine is used for each type. CPU
-            tensors use "paceline" unless another engine is named for them.
+            tensors use "paceline" unless another engine is specified for them.
         init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. Not needed with
             "mpi" if mpirun has started the ranks.
         timeout: the time that this call and each later call waits for the other ranks, as a timedelta or in seconds.
@@ -104,9 +104,9 @@ def init_process_group(
         store: a store that all ranks share, instead of `init_method`; it requires `world_size` and `rank`.
         group_name: the group's name in error messages.
         pg_options: must be None; no engine has options.
-        device_id: this rank's accelerator, as a device with an index or as the index. It becomes the current device and
-            is used by `barrier`. The ranks' devices are connected at once rather than at the first tensor, so this
-            function already reports a wrong device. Either all ranks must pass it, or none.
+        device_id: this rank's accelerator, given as a device with an index or by its index alone. It becomes the
+            current device and is used by `barrier`. The ranks' devices are connected at once rather than at the first
+            tensor, so this function itself reports a wrong device. Either all ranks must pass this argument, or none.
         interface: the network interface through which other hosts reach this host, given by its name or by one of its
             addresses. The default is PACELINE_IFACE, or else the interface on the route to the host of the rendezvous.
         algorithm: the algorithm for every collective that it implements: "ring", "halving_doubling", "tree", "star" or
@@ -117,7 +117,8 @@ def init_process_group(
         elastic: whether workers may join and leave. The group contains only this rank until `ElasticState.epochs` finds
             the other workers. The job must be started with `paceline run --elastic`, or consist of this process only.
         security: "encrypt" encrypts all connections to other hosts, "auth" only authenticates them, and "none" does
-            neither. The default is PACELINE_SECURITY, or else connections at public addresses are encrypted.
+            neither. The default is PACELINE_SECURITY; without it, connections to and from public addresses are
+            encrypted.
         port: the single TCP port on which each machine accepts connections to its ranks and its store (see
             docs/hosts.md). It must be the same on every rank. The default is PACELINE_PORT, or else each listener has
             its own port.
@@ -212,20 +213,20 @@ def new_group(
     algorithm: str | None = None,
     wire: WireKind | None = None,
 ) -> ProcessGroup | NonMember:
-    """Creates a group from some of the ranks. All ranks in the default group must call this, in the same order.
+    """Creates a group of some of the ranks. All ranks in the default group must call this, in the same order.
 
     Args:
         ranks: the members' ranks in the default group, in the order of their group ranks; all ranks if None.
-        timeout: the timeout of calls on the group; the default group's timeout if None.
-        backend: the backend as for `init_process_group`; the default group's backend if None.
+        timeout: the timeout for calls on the group; the default group's timeout if None.
+        backend: the backend, as in `init_process_group`; the default group's backend if None.
         pg_options: must be None; no engine has options.
         use_local_synchronization: whether only the members call this. Ranks that are in several such groups must create
             them in the same order.
         group_desc: the group's name in error messages.
-        device_id: this rank's accelerator as for `init_process_group`.
+        device_id: this rank's accelerator, as in `init_process_group`.
         sort_ranks: whether the group ranks follow numerical order (torch's default) rather than the order of `ranks`.
-        algorithm: the algorithm as for `init_process_group`; the default group's algorithm if None.
-        wire: the format as for `init_process_group`. If None, sums are exact, even if the default group has a `wire`.
+        algorithm: the algorithm, as in `init_process_group`; the default group's algorithm if None.
+        wire: the format, as in `init_process_group`. If None, sums are exact, even if the default group has a `wire`.
 
     Returns:
         The group, or `GroupMember.NON_GROUP_MEMBER` on a rank that is not in it.
@@ -274,7 +275,7 @@ def open_group(
     algorithm: str | None = None,
     wire: WireKind | None = None,
 ) -> ProcessGroup:
-    """Opens a group from `ranks` of the default group, which must include this rank.
+    """Opens a group of `ranks` (ranks in the default group), which must include this rank.
 
     See `Engine.open_group` for `identity`.
     """

@@ -390,7 +390,7 @@ class ProcessGroup:
         timeout: Timeout | None = None,
         wire: WireLike = None,
     ) -> Work | None:
-        """Gathers `tensors` from all ranks on all ranks; `outputs[r]` receives rank r's tensors; sizes may differ."""
+        """Gathers every rank's `tensors` on all ranks; `outputs[r]` receives rank r's tensors; sizes may differ."""
         if (
             async_op is False
             and timeout is None
@@ -412,7 +412,7 @@ class ProcessGroup:
         async_op: bool | None = None,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Gathers `tensors` from all ranks on the root; `outputs` is None or empty on other ranks."""
+        """Gathers every rank's `tensors` on the root; `outputs` is None or empty on other ranks."""
         if are_options(root):
             outputs = one_list(outputs, "gather") if outputs else None
             return self.gather(outputs, tensors, root.rootRank, True, time_limit(root))
@@ -528,7 +528,7 @@ class ProcessGroup:
         """Returns text that states which algorithm the group uses for a call of `nbytes` bytes, and why.
 
         Raises:
-            ValueError: there is no operation of that name.
+            ValueError: there is no operation with that name.
         """
         try:
             chosen = Operation.named(operation)
@@ -656,7 +656,7 @@ class ProcessGroup:
         input_list: Sequence[torch.Tensor],
         opts: TorchOptions | None = None,
     ) -> Work:
-        """Gathers the tensors from all ranks on all ranks; `output_lists[r]` receives rank r's tensors."""
+        """Gathers every rank's tensors on all ranks; `output_lists[r]` receives rank r's tensors."""
         written = [output for outputs in output_lists for output in outputs]
         columns = zip(*output_lists, strict=True)
         works = [
@@ -733,7 +733,7 @@ class ProcessGroup:
     alltoall_base = all_to_all_single
 
     def fast_all_reduce(self, tensor: object, op: object) -> CallOutcome | Literal[False] | None:
-        """Equivalent of a channel's `all_reduce_tensor` that works with any channel and any release of PyTorch."""
+        """Does the same as a channel's `all_reduce_tensor`, with any channel and any release of PyTorch."""
         if not isinstance(tensor, torch.Tensor) or not isinstance(op, ReduceOp):
             return False
         quick = QUICK_CODES.get(tensor.dtype)
@@ -926,7 +926,7 @@ class ProcessGroup:
         return () if call.operation is Operation.BROADCAST and call.root == self._rank else buffers.written
 
     def limit_ns(self, timeout: Timeout | None) -> int:
-        """Returns the time, in nanoseconds, that a call with this `timeout` waits."""
+        """Returns the time, in nanoseconds, for which a call with this `timeout` waits."""
         return self.timeout_ns if timeout is None else to_nanoseconds(timeout)
 
     def _channel_of(self, call: CollectiveCall, buffers: Buffers) -> EngineChannel:
@@ -990,7 +990,7 @@ class ProcessGroup:
         return work
 
     def abandon(self, outcome: CallOutcome, plan: CallPlan) -> CollectiveError:
-        """Returns the error for a failed call. After a timeout, keeps buffers alive that a library may still use."""
+        """Returns the error for a failed call. After a timeout, retains buffers that a library may still use."""
         call, buffers = plan
         if outcome.code == OutcomeCode.TIMED_OUT and not self._abandoned:
             self._abandoned.append(buffers)

@@ -34,15 +34,15 @@ def new_subgroups(
     pg_options: None = None,
     group_desc: str | None = None,
 ) -> Subgroups:
-    """Divides the ranks of `group` (default: all) in order into groups of `group_size`; all these ranks must call this.
+    """Divides the ranks of `group` (default: all) in order into groups of `group_size`; all of them must call this.
 
     Args:
         group_size: the number of ranks in each group. The default is LOCAL_WORLD_SIZE or, if it is not set, the number
             of ranks per machine.
-        timeout: the timeout of calls on the new groups; the default group's timeout if None.
-        backend: the backend as for `new_group`.
+        timeout: the timeout for calls on the new groups; the default group's timeout if None.
+        backend: the backend, as in `new_group`.
         pg_options: must be None; no engine has options.
-        group_desc: the name of the new groups in error messages.
+        group_desc: the new groups' name in error messages.
 
     Returns:
         The new group that contains this rank, and a list of all new groups, in which `GroupMember.NON_GROUP_MEMBER`
@@ -216,7 +216,8 @@ class DeviceMesh:
     """An n-dimensional array of ranks, with process groups along each dimension (data, pipeline, tensor parallel).
 
     `init_device_mesh` returns a mesh, as does slicing a mesh. The class implements the group-related methods of torch's
-    `DeviceMesh` without torch.distributed. Torch's own mesh also works, with the backend that the plug-in registers.
+    `DeviceMesh` without torch.distributed. Torch's own mesh also works if it uses the backend that the plug-in
+    registers.
     """
 
     def __init__(self, array: _Array, dimensions: Sequence[int]) -> None:
@@ -281,7 +282,7 @@ class DeviceMesh:
         return self._array.groups[self._find(mesh_dim, "get_group")]
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """Returns the groups of all dimensions, in order."""
+        """Returns this rank's groups for all dimensions, in order."""
         return [self._array.groups[d] for d in self._dimensions]
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
@@ -346,7 +347,7 @@ class DeviceMesh:
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
 ) -> DeviceMesh:
-    """Lays out the ranks in the default group in row-major order; all ranks call this with the same arguments.
+    """Lays out the ranks in the default group in row-major order; all ranks must call this with the same arguments.
 
     Args:
         device_type: `cpu` or `cuda`.

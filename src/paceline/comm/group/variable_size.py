@@ -1,4 +1,4 @@
-"""Collectives on data of different sizes per rank: sparse tensors, and byte buffers of known lengths.
+"""Collectives on data whose size differs between ranks: sparse tensors, and byte buffers of known lengths.
 
 For a sparse tensor, each rank gathers the rows (indices and values) from all ranks and adds them in rank order, so the
 result is bitwise equal on every rank. Byte buffers are lists of uint8 tensors on the CPU, regardless of
@@ -65,7 +65,7 @@ def all_reduce_sparse(
 
 
 class GatheredRows:
-    """Memory for the rows gathered from all ranks, all with the same shape and dtype; `counts[r]` are from rank r.
+    """Memory for the rows gathered from all ranks, all of one shape and dtype; `counts[r]` rows are from rank r.
 
     Attributes:
         mine: the bytes that this rank sends.
@@ -135,7 +135,7 @@ def all_gather_pieces(
     received: Sequence[Sequence[torch.Tensor]],
     timeout: Timeout | None,
 ) -> None:
-    """Gathers the pieces from all ranks on all ranks; `received[r]` receives rank r's pieces."""
+    """Gathers every rank's pieces on all ranks; `received[r]` receives rank r's pieces."""
     totals = {sum(piece.numel() for piece in pieces) for pieces in received}
     if totals == {0}:
         return
@@ -152,7 +152,7 @@ def gather_pieces(
     root: int,
     timeout: Timeout | None,
 ) -> None:
-    """Gathers all ranks' pieces on the root into `received`, in rank order; `received` is empty on other ranks."""
+    """Gathers every rank's pieces into the root's `received`, in rank order; `received` is empty on other ranks."""
     nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
     inputs = [mine if rank == root else [] for rank in range(group.size())]
     group.all_to_all(received if group.rank() == root else nothing, inputs, timeout=timeout)

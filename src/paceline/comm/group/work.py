@@ -1,8 +1,8 @@
 """`Work` for asynchronous calls, the thread that reports their completion, and their events in profiles.
 
-The completion thread starts on first use. It sleeps in the core, without the interpreter lock, until any call in the
-core completes, and polls the calls of engines outside the core, which do not report completion. A callback may make
-further calls and wait for them, as PowerSGD's callback does. While the callback runs, its thread cannot report the
+The completion thread starts on first use. It sleeps in the core, without holding the interpreter lock, until any call
+in the core completes, and polls the calls of engines outside the core, which do not report completion. A callback may
+make further calls and wait for them, as PowerSGD's callback does. While the callback runs, its thread cannot report the
 completion of these calls, so a second thread reports it. Most processes never start this second thread.
 
 In a `torch.profiler` profile a call appears under a name such as `paceline:all_reduce`, with its tensors' shapes, its
@@ -96,7 +96,7 @@ class Work:
 
         Raises:
             CollectiveTimeoutError: `timeout` or the call's own timeout expired.
-            PeerLostError, CollectiveMismatchError: as for the synchronous call.
+            PeerLostError, CollectiveMismatchError: the same as for the synchronous call.
         """
         if not self._settled or self._streams:
             timeout_ns = FOR_EVER_NS if timeout is None else to_nanoseconds(timeout)
@@ -261,7 +261,7 @@ class Work:
 
 
 class StreamWork(Work):
-    """The work enqueued so far on a device's current stream; `wait` blocks the thread until it is complete."""
+    """The work enqueued so far on a device's current stream; `wait` blocks the thread until this work is complete."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(_UntilEvent(record_current(device)), f"the work on the current stream of {device}")
@@ -473,7 +473,7 @@ class CompletionThread:
     def _run_callbacks(self, completed: list[_Arrival]) -> None:
         while completed and not self._closed:
             try:
-                completed.pop(0)[1]()  # drops the reference, which keeps the call's group alive
+                completed.pop(0)[1]()  # drops the reference, which would keep the call's group alive
             except Exception:
                 logging.getLogger(__name__).exception("a callback for the completion of a call raised an error")
 

@@ -1,4 +1,4 @@
-"""Connections to listeners on other machines, on the listener's own port or on the machine's single port.
+"""Connections to listeners on other machines, either on the listener's own port or on the machine's single port.
 
 PACELINE_PORT determines whether each machine in a job has a single port for all connections from other machines.
 Connections within a machine never use it: they are Unix sockets or loopback connections.

@@ -47,7 +47,7 @@ _BACKLOG = 1024
 _LARGEST_CLIENT_HELLO = 1 << 14  # the longest TLS record
 _LARGEST_REQUEST = 1024
 _LARGEST_ANSWER = 1024
-_QUEUE_NBYTES = 1 << 20  # buffer for pending connections of about 800 bytes each; the default holds only 280
+_QUEUE_NBYTES = 1 << 20  # for pending connections, which take about 800 bytes each; the default holds only 280
 _SHORTAGE_PAUSE_S = 0.05  # pause after a failed `accept`, for example when descriptors run out
 _PATIENCE_S = 30.0
 _RETRY_PAUSE_S = 0.02
@@ -187,7 +187,7 @@ class PortMultiplexer:
             oldest = next(iter(self._clients), None)
             patience_s = None if oldest is None else max(0.0, oldest.until_s - time.monotonic())
             for key, _ in self._selector.select(patience_s):
-                if self._selector.get_map().get(key.fd) is key:  # false if closed earlier in this pass
+                if self._selector.get_map().get(key.fd) is key:  # false if an earlier iteration closed this one
                     key.data()
             now_s = time.monotonic()
             for client in self._clients:  # iterates over a copy

@@ -18,20 +18,20 @@ from paceline.comm.record.recorder import known_rank
 from paceline.comm.record.spans import STEPS, note_event, number_of
 
 _was_finite: dict[str, bool] = {}  # for each name, False once a warning has been issued
-_listeners: list[Callable[[Mapping[str, float]], None]] = []  # called with the metrics passed to each `log`
+_listeners: list[Callable[[Mapping[str, float]], None]] = []  # called with the metrics passed to each call of `log`
 
 
 def log(**values: SupportsFloat) -> None:
     """Records scalar metrics, such as the loss and the learning rate, for the current step.
 
-    Numbers and tensors of one element are converted to a double at once. For a tensor on a GPU, this call blocks until
+    Numbers and one-element tensors are converted to a double at once. For a tensor on a GPU, this call blocks until
     the GPU has computed the value, so performance-critical loops should log such values only every few steps. If a
     metric that was finite before, or whose name contains "loss", becomes NaN or infinite, a warning is issued once.
 
         paceline.log(loss=loss, lr=scheduler.get_last_lr()[0])
 
     Raises:
-        TypeError: a value is neither a number nor a tensor of one element.
+        TypeError: a value is neither a number nor a one-element tensor.
     """
     numbers: dict[str, float] = {}
     for name, value in values.items():

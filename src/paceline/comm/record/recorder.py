@@ -1,4 +1,4 @@
-"""Recorder for this process, whose recording is in memory kept by the launcher, in a file, or in private memory.
+"""Recorder for this process; the recording is in memory that the launcher keeps, in a file, or in private memory.
 
 The recorder is enabled unless PACELINE_RECORD is "off". It starts when the process creates its first group or span, and
 records the process's rank, groups and exit.
@@ -36,7 +36,7 @@ MEMORY_NAME = "paceline-recording"  # the name under which launchers' memory fil
 
 MOST_FILES = 8
 _MOST_RUNNING = 1024  # the maximum number of files from running processes: a host may have this many ranks
-_LEAST_ROOM = 32  # the free space required for a recording, as a multiple of its size
+_LEAST_ROOM = 32  # the free space required for a recording, as a multiple of the recording's size
 
 
 def is_switched_off() -> bool:
@@ -234,7 +234,7 @@ def close_group(serial: int) -> None:
 
 @contextlib.contextmanager
 def recorded_formation(name: str, identity: int, rank: int, ranks: Sequence[int]) -> Iterator[None]:
-    """Records the formation of a group as a call `new_group`, so that a diagnosis finds the ranks that wait in it.
+    """Records the formation of a group as a call `new_group`, so that a diagnosis finds the ranks waiting in it.
 
     Args:
         name, identity, rank, ranks: the group, as in `open_group`.

@@ -131,7 +131,7 @@ os.register_at_fork(after_in_child=_store_waits.clear)
 
 
 def begin_store_wait(method: str, keys: Sequence[str], since_s: float) -> int:
-    """Begins the event of a wait for keys of a store; returns the stamp to pass to `_core.record_end` at its end.
+    """Begins the event for a wait for keys in a store; returns the stamp to pass to `_core.record_end` at its end.
 
     Args:
         method: the name of the store's method, such as "get".

@@ -38,14 +38,14 @@ _met_at_store: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     """Registers a handler for `init_method="SCHEME://..."`. The arguments are the same as for torch's function.
 
-    `init_process_group` calls the handler on each rank and uses its first result. The ranks then check in at the store
-    in this result, as for any other address, and missing or duplicate ranks are reported.
+    `init_process_group` calls the handler on each rank and uses its first result. The ranks then check in at the
+    returned store, as for any other address, and missing or duplicate ranks are reported.
 
     Args:
         scheme: the part of the address before "://", in upper or lower case.
         handler: a generator function `handler(url, timeout=timedelta(...), **kwargs)` that yields `(store, rank,
             world_size)`. All ranks must share the store. The rank and world size passed to `init_process_group` are
-            part of the address, for example "etcd://host/job?rank=0&world_size=2".
+            appended to the address, for example "etcd://host/job?rank=0&world_size=2".
 
     Raises:
         RuntimeError: the scheme already has a handler, or is one of Paceline's own.

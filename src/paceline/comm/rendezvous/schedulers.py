@@ -26,7 +26,7 @@ _PORTS = range(20000, 30000)  # below the ports that Linux assigns to connecting
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Description of a job from a scheduler's variables; a field whose variable is not set is None.
+    """A job as described by a scheduler's variables; a field whose variable is not set is None.
 
     Attributes:
         name: the scheduler's name.
@@ -83,7 +83,7 @@ def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket
 
 
 def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
-    """Detects Slurm only under srun. The batch script itself, which runs once, does not have SLURM_STEP_NODELIST.
+    """Detects Slurm only under srun. In the batch script itself, which runs once, SLURM_STEP_NODELIST is not set.
 
     An mpirun in the batch script starts its helpers with srun, so the ranks inherit variables from srun that contradict
     those from mpirun. MPI_LOCALNRANKS indicates MPICH's mpirun.
@@ -109,7 +109,7 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
-    """Returns this node's number of tasks according to a string such as "4(x2),3" (see SLURM_STEP_TASKS_PER_NODE)."""
+    """Returns this node's number of tasks, given a string such as "4(x2),3" (see SLURM_STEP_TASKS_PER_NODE)."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

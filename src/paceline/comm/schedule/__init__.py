@@ -1,4 +1,4 @@
-"""Schedules of collectives as plain data: each rank's steps, built by an algorithm that a cost model selects.
+"""Schedules for collectives as plain data: each rank's steps, built by an algorithm that a cost model selects.
 
 Schedules are used between hosts, and within a host if an algorithm is forced. Otherwise the ranks on one host use
 shared memory directly (native/host). May use: the standard library and the core, but not torch. Start reading at

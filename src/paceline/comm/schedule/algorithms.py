@@ -1,8 +1,8 @@
 """The algorithms, their predicted durations for a call, and the selection of the fastest one.
 
 To add an algorithm, add a file that defines `OFFERS` and `COSTS` to this folder, and a line to this file. The tests
-then prove the algorithm's schedules and compare its costs with a simulation. Each algorithm's `COSTS` contains closed
-forms of its durations, expressed with the cost model in `cost_model.py`.
+then prove the algorithm's schedules and compare its costs with a simulation. Each algorithm's `COSTS` contains
+closed-form expressions for its durations, based on the cost model in `cost_model.py`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ ALGORITHMS = {name: offered for name, (offered, _) in _ENTRIES.items()}
 """For each algorithm, its operations and the functions that build a rank's schedule."""
 
 QUANTIZED = dict.fromkeys(quantized.WIRES, quantized.OFFERS)
-"""The operations of each quantized format. A format is never chosen by the cost model, only requested by a call."""
+"""The operations that each quantized format supports. Only a call selects such a format, never the cost model."""
 
 SYNTHESIZED = "synthesized"
-"""The algorithm name of the schedules that `synthesis.py` creates."""
+"""The algorithm name for schedules that `synthesis.py` creates."""
 
 _SYNTHESIZED_NUMBER = 63
 _QUANTIZED_FROM = 64  # kQuantized in native/call/call.hpp
 
 COSTS = {name: costs for name, (_, costs) in _ENTRIES.items()}
-"""For each algorithm, its operations and the closed forms of their durations, in seconds."""
+"""For each algorithm, its operations and the closed-form expressions for their durations, in seconds."""
 
 ALIKE: dict[str, frozenset[Operation]] = {
     "ring": ring.ALIKE,
@@ -205,8 +205,8 @@ def choose(
         AlgorithmPrediction(name, predict(model, name, operation, nbytes, world_size, hosts))
         for name in algorithms_offering(operation)
     ]
-    # Durations are rounded, so that rounding errors do not decide between algorithms with the same prediction. Among
-    # such algorithms, the first one in the registry is chosen.
+    # Durations are rounded, so that rounding errors do not decide between algorithms with the same prediction. Of such
+    # algorithms, the first one in the registry is chosen.
     candidates = tuple(sorted(times, key=lambda prediction: float(f"{prediction.seconds:.9g}")))
     return forced_or_best(operation, nbytes, world_size, len(hosts or [0]), candidates, forced)
 

@@ -1,4 +1,4 @@
-"""SVG diagram of a simulated call that shows messages over time (`draw_call`)."""
+"""SVG diagram of the messages in a simulated call over time (`draw_call`)."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ OFFERS: dict[Operation, Builder] = {
 
 
 _OVERLAP = 4 / 3
-"""The factor by which overlap slows down the rounds of long halves.
+"""The factor by which overlap slows down rounds that exchange long halves.
 
 The lower half of a message arrives first. Ranks that need this half begin their next round while other ranks are still
 in the current one. The early ranks then take a part of the bandwidth on those ranks' links, and later leave their own

@@ -259,7 +259,7 @@ def _quantity(part: str) -> dict[str, float]:
 Pair: TypeAlias = tuple[int, int]
 """The numbers of two hosts, the lower one first."""
 
-_SLOW_FRACTION = 0.5  # a link is slow below this fraction of the expected rate; equal links rarely differ by that much
+_SLOW_FRACTION = 0.5  # a link is slow below this fraction of the expected rate; equal links rarely differ so much
 
 
 def round_robin_rounds(n: int) -> list[list[Pair]]:
@@ -279,7 +279,7 @@ def round_robin_rounds(n: int) -> list[list[Pair]]:
 def describe_differences(n: int, measured: Mapping[Pair, NetworkLink]) -> str:
     """Returns the network of n hosts in the format of PACELINE_NETWORK, or "" if links are equal or fit no pattern.
 
-    The recognized patterns are slow links of single hosts, uplinks of racks, and slow links between a few pairs.
+    The recognized patterns are slow links of individual hosts, uplinks of racks, and slow links between a few pairs.
 
     Args:
         n: the number of hosts.

@@ -1,4 +1,4 @@
-"""Quantized algorithms, which round data between hosts to few bits and keep data within a host exact.
+"""Quantized algorithms, which round data sent between hosts to a few bits and keep data within a host exact.
 
 Ranks first sum within each host, as in `hierarchical.py`, and the l-th ranks on all hosts form the l-th rail. On a rail
 each rank packs its host's sum, sends to every other rank the part that the receiver owns, and adds up the parts that it
@@ -10,7 +10,7 @@ the total. A rank packs each element of its slice once per call, so one array of
 feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; the feedback covers both roundings as in Tang et al.
 2021, "1-bit Adam").
 
-With two hosts, both send their entire sums instead, and both add up the packed sums. This takes the same number of
+With two hosts, both send their entire sums instead, and both add up the packed sums. This requires the same number of
 bytes but fewer sequential messages, and each element is rounded only once.
 """
 

@@ -133,7 +133,7 @@ def gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def scatter(topology: RankTopology) -> BlocksAndSteps:
-    """The root sends the farthest rank's block first; every rank forwards all blocks except the last, its own."""
+    """The root sends the farthest rank's block first; every rank forwards all blocks except the last one, its own."""
     n = topology.world_size
     left, right = (topology.rank - 1) % n, (topology.rank + 1) % n
     ahead = [(topology.root + distance) % n for distance in range(n - 1, (topology.rank - topology.root) % n, -1)]

@@ -2,7 +2,7 @@
 
 The star serves as a baseline. Data takes at most two hops, but all ranks' bytes cross the central rank's link, so the
 duration grows with the world size much faster than that of other algorithms. With few ranks and tiny tensors, the star
-may be the fastest.
+can be the fastest algorithm.
 """
 
 from __future__ import annotations

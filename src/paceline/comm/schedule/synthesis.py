@@ -338,8 +338,8 @@ MOST_RANKS = 64
 
 _LONG_NBYTES = 16 << 20
 _NEARLY = 1.25  # an algorithm with a much lighter load is preferred up to this multiple of the shortest duration
-_COMPETING = 1.05  # factor on the simulated duration if several connections may share an uplink
-_LIGHTER = 0.75  # a load counts as "much lighter" up to this fraction of the fastest algorithm's load
+_COMPETING = 1.05  # factor applied to the simulated duration if several connections may share an uplink
+_LIGHTER = 0.75  # a load counts as "much lighter" if it is at most this fraction of the fastest algorithm's load
 _AS_FAST = 1.02  # an algorithm with fewer messages is preferred up to this multiple of the shortest duration
 
 

@@ -1,4 +1,4 @@
-"""Proof, by symbolic execution, that the schedules of a world implement their operation correctly.
+"""Proof, by symbolic execution, that the ranks' schedules implement their operation correctly.
 
 `verify` runs all schedules on symbolic values over unbuffered links, block by block, and processes each block as soon
 as the rules in `steps.py` allow. A single run is sufficient, because the schedules alone, and not the order of events,
@@ -36,7 +36,7 @@ _CONVERTING = frozenset((StepKind.PACK, StepKind.UNPACK, StepKind.ADD))
 
 
 class ScheduleError(AssertionError):
-    """The schedules of a world do not implement their operation; the message reports the rank and the step."""
+    """The ranks' schedules do not implement their operation; the message reports the rank and the step."""
 
 
 class StepTransfer(NamedTuple):

@@ -1,7 +1,7 @@
-"""Handshakes on a new connection: TLS if encryption is required, then a proof from both ends that they have the secret.
+"""Handshakes on a new connection: TLS if encryption is required, then a proof from each end that it has the secret.
 
 The connecting side begins with or without TLS. The accepting side inspects the first byte to distinguish the two cases,
-and rejects a plaintext connection where encryption is required. The proofs follow, as on every connection:
+and rejects a plaintext connection where encryption is required. On every connection, the proofs follow:
 
     connecting -> accepting   hello: magic, channel, rank, lane, generation, nonce
     accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | hello | nonce)

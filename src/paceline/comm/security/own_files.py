@@ -28,15 +28,16 @@ class SharedFileError(PermissionError):
 def open_own(path: str, access: int = os.O_RDWR) -> int:
     """Opens a private file of this user, or creates it with mode 600; returns a descriptor for the caller to close.
 
-    If the file is empty, belongs to this user, and others may only read it (as after `touch`), its mode is set to 600.
+    If the file is empty, belongs to this user and is at most readable by others (as after `touch`), its mode is set to
+    600.
 
     Args:
         path: the file's path. Its last part must not be a link.
         access: the access mode, such as `os.O_RDWR`, and any additional flags.
 
     Raises:
-        SharedFileError: the file is a link, is not a regular file, has another owner or several names, or is accessible
-            to others.
+        SharedFileError: the file is a link, is not a regular file, has another owner or several hard links, or is
+            accessible to others.
         OSError: the file cannot be opened.
     """
     while True:

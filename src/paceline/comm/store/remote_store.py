@@ -40,7 +40,7 @@ class RemoteStore(Store):
         open_connection: a function that opens an authenticated connection. It takes a function without arguments, and
             retries as long as that function returns True.
         name: the store's name in error messages.
-        timeout: the timeout of blocking calls, in seconds or as a timedelta.
+        timeout: the timeout for blocking calls, in seconds or as a timedelta.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ StoreAnswer = tuple[StoreStatus, int, list[bytes]]
 class Store(ABC):
     """A key-value store that the ranks of a job share. Keys are strings, and values are bytes (or text in UTF-8).
 
-    Every wait ends after `timeout` with a `StoreTimeoutError` that lists the missing keys.
+    Every wait fails after `timeout` with a `StoreTimeoutError` that lists the missing keys.
     """
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -65,7 +65,7 @@ class Store(ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """The timeout of `get`, `wait` and other blocking calls. Default: 300 s."""
+        """The timeout for `get`, `wait` and other blocking calls. Default: 300 s."""
         return timedelta(seconds=self._timeout_s)
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -212,7 +212,7 @@ class Store(ABC):
 
 @contextlib.contextmanager
 def _recorded(op: StoreOp, missing: list[bytes], since_s: float) -> Iterator[None]:
-    """Records a wait for missing keys, so that a diagnosis can name them."""
+    """Records a wait for missing keys, so that a diagnosis can list them."""
     if not _core.is_recording():
         yield
         return

@@ -189,7 +189,7 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
     try:
         require_secret(connection.getpeername()[0], secret)
         if connection.getpeername() == connection.getsockname():
-            # A socket that connects to a free port of its own machine can, by chance, connect to itself.
+            # A socket that connects to a free port on its own machine can, by chance, connect to itself.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     except BaseException:
         connection.close()
@@ -228,7 +228,7 @@ def listen(host_name: str, port: int, secret: bytes | None) -> ListeningEndpoint
 
 
 def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Returns a socket that listens as described for `listen`, but always on its own port.
+    """Same as `listen`, but the returned socket always listens on its own port.
 
     Raises:
         PortInUseError, StoreConnectionError, ValueError: see `listen`.

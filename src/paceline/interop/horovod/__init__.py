@@ -1,6 +1,6 @@
 """Horovod's PyTorch interface, implemented with Paceline: `import paceline.horovod as hvd`.
 
-`call_queue.py` executes the calls from `collectives.py` and `uneven_collectives.py` and checks that they match between
+`call_queue.py` executes the calls from `collectives.py` and `uneven_collectives.py` and checks that they match across
 ranks. `stand_in/` contains a package `horovod` with Horovod's module names; `paceline run --compat horovod` adds it to
 the import path. docs/migrating.md lists the differences from Horovod.
 

@@ -34,7 +34,7 @@ _END_S = 5.0  # time for which `close` waits for the thread after aborting its c
 
 
 class CallKind(IntEnum):
-    """The kind of a call, which must match between ranks."""
+    """The kind of a call, which must match across ranks."""
 
     ALLREDUCE = 0
     SPARSE_ALLREDUCE = 1
@@ -65,7 +65,7 @@ class CallRequest(Generic[Result]):
 
     Args:
         kind: The kind of call.
-        tensors: The tensors to send. Their dtypes and shapes must match between ranks; some kinds of calls permit
+        tensors: The tensors to send. Their dtypes and shapes must match across ranks; some kinds of calls permit
             different numbers of rows.
         run: A function that executes the call on a group, once all ranks are ready, and returns the result.
         details: The other arguments that must match.
@@ -92,7 +92,7 @@ class CallRequest(Generic[Result]):
 
     @property
     def text(self) -> str:
-        """Human-readable text that contains all properties of the call that must match between ranks."""
+        """Human-readable text that contains all properties of the call that must match across ranks."""
         rows = ["any"] if self.kind in _ROWS_MAY_DIFFER else []
         parts = [
             f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join([*rows, *map(str, tensor.shape[len(rows) :])])}]"
@@ -175,8 +175,8 @@ class CallQueue:
         """Queues a call for execution on the queue's thread; returns `request` immediately.
 
         Raises:
-            ValueError: a call of the same kind and name is pending. A call is pending until the program has waited for
-                it or for a later call.
+            ValueError: a call of the same kind and name is pending. A call remains pending until the program has waited
+                for it or for a later call.
         """
         with self._condition:
             self._enter(request)
@@ -187,7 +187,7 @@ class CallQueue:
         """Executes a call after all queued calls and returns its result.
 
         Raises:
-            ValueError: as for `submit`.
+            ValueError: see `submit`.
             CollectiveMismatchError: the ranks' calls do not match. Later calls are not affected.
             PeerLostError, CollectiveTimeoutError: the call failed.
         """
@@ -243,7 +243,7 @@ class CallQueue:
                 the thread's current device is used, as in the rank's earlier calls.
         """
         if device < 0 and torch.cuda.is_initialized():
-            device = torch.cuda.current_device()  # here, because another thread may execute the call
+            device = torch.cuda.current_device()  # set here, because another thread may execute the call
         return self.perform(CallRequest(CallKind.JOIN, [], lambda group: self._join(group, device)))
 
     def close(self) -> None:
@@ -359,7 +359,7 @@ class CallQueue:
             return request.is_awaited or any(waiting.is_awaited for waiting in self._waiting)
 
     def _make_barrier_before(self, request: CallRequest[Result]) -> None:
-        """Executes the barrier that other ranks wait for, unless this rank's program is waiting for `request`."""
+        """Executes the barrier that other ranks are waiting in, unless this rank's program is waiting for `request`."""
         limit_s = to_seconds(self.group.timeout)
         with self._condition:
             is_decided = self._condition.wait_for(

@@ -1,6 +1,6 @@
-"""Collectives that preserve the shapes of tensors (all-reduce, broadcast), with compression, and `barrier` and `join`.
+"""Shape-preserving collectives (all-reduce, broadcast), gradient compression, `barrier` and `join`.
 
-Calls are matched between ranks by their order, not by `name`. A mismatch in names or shapes raises an error that lists
+Calls are matched across ranks by their order, not by `name`. A mismatch in names or shapes raises an error that lists
 the calls of all ranks. Gradients are defined as in Horovod: the backward pass of a sum or average applies the same
 reduction to the gradients, and the backward pass of a broadcast averages them on the root. Other functions broadcast
 parameters, optimizer states and objects, or gather objects from all ranks.
@@ -126,7 +126,7 @@ class ScaledReduction:
         return self
 
     def __str__(self) -> str:
-        """Formats the arguments that must match between ranks."""
+        """Formats the arguments that must match across ranks."""
         factors = (("prescale_factor", self.before), ("postscale_factor", self.after))
         return ", ".join([f"op={self.by.name}", *(f"{name}={value!r}" for name, value in factors if value != 1.0)])
 
@@ -229,7 +229,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> CallHandle[torch.Tensor]:
-    """Starts an in-place reduction of `tensor` over the ranks, by default the average; returns a handle.
+    """Starts an in-place reduction of `tensor` over the ranks, by default to the average; returns a handle.
 
     Raises:
         ValueError: a call with this name is pending.
@@ -280,7 +280,7 @@ def allreduce(
 
     Raises:
         ValueError: `op` is Adasum, or `average` is given as well.
-        PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: as for `paceline.all_reduce`.
+        PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: see `paceline.all_reduce`.
     """
     require_tensors([tensor], "allreduce")
     compressed, ctx = compression.compress(tensor)
@@ -428,7 +428,7 @@ def join(device: int = -1) -> int:
 
     Args:
         device: The index of the CUDA device on which to allocate the zeros if tensors are on GPUs. If negative, the
-            current device.
+            current device is used.
     """
     return global_process_set.calls().join(device)
 

@@ -53,7 +53,7 @@ class _Bucket:
 
 
 class HorovodGradientReducer:
-    """Reduces the gradients of `params` during backward.
+    """Reduces the gradients of `params` during the backward pass.
 
     A gradient is complete after `passes` backward passes. The reduction of a bucket starts when its gradients are
     complete and the reductions of all earlier buckets have started. The order of calls therefore does not depend on the
@@ -161,7 +161,7 @@ def _as_tensor(loss: object) -> torch.Tensor:
 
 
 def _buckets(params: Sequence[torch.Tensor]) -> list[_Bucket]:
-    """Divides the parameters into buckets by dtype, in reverse order, which approximates the order of backward."""
+    """Divides the parameters into buckets by dtype, in reverse order, which approximates the backward pass's order."""
     buckets: list[_Bucket] = []
     nbytes = 0
     for param in reversed(params):

@@ -153,7 +153,7 @@ def sparse_allreduce_async(
 
     Args:
         tensor: A sparse COO tensor. The number of entries may differ between ranks.
-        name: The call's name, as for `allreduce`.
+        name: The call's name, as in `allreduce`.
         op: Sum or Average.
         process_set: The participating ranks.
 

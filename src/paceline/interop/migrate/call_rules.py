@@ -55,7 +55,7 @@ class BackendReplacements:
     """Replacements for backend names outside calls that create groups."""
 
     found: dict[cst.CSTNode, cst.BaseExpression]
-    shows_values: bool  # whether the file assigns values to the variables in group arguments
+    shows_values: bool  # whether the file assigns values to the variables passed as group arguments
 
 
 def replacements_outside_calls(
@@ -66,7 +66,7 @@ def replacements_outside_calls(
     Comparisons are changed only if gloo occurs in an assignment or, if `is_named` is set, in a call.
 
     Raises:
-        MixedBackendsError: as for `replace_gloo`.
+        MixedBackendsError: see `replace_gloo`.
     """
     finder = _Values(reading, names, way)
     if finder.has_work():
@@ -83,7 +83,7 @@ class _Values(cst.CSTVisitor):
         self.has_gloo = self.shows_values = False
 
     def has_work(self) -> bool:
-        """Returns True if the file may contain replacements. Otherwise, the slow visit of the file can be skipped."""
+        """Returns True if the file may need replacements. If not, the slow traversal of the file can be skipped."""
         return bool(self._names or self._queries)
 
     def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
@@ -212,7 +212,7 @@ def apply_call_rules(reading: PythonSource, way: MigrationMode, edits: Edits) ->
 
 
 def _backends(reading: PythonSource, way: MigrationMode, edits: Edits, verdicts: CallRemarks) -> None:
-    """Replaces gloo with Paceline in calls that create groups and in assignments to their arguments."""
+    """Replaces gloo with Paceline in calls that create groups, and in assignments to variables passed to such calls."""
     is_named = False
     sources: dict[cst.CSTNode, set[str]] = {}
     for use in reading.uses:

@@ -142,8 +142,8 @@ def _readings(
     """Parses the Python files that may need migration.
 
     Returns:
-        The parsed files; for each file that uses a library with torch's default group, the line and the library; and
-        the files with syntax errors.
+        The parsed files; for each file that uses a library that relies on torch's default group, the line and the
+        library; and the files with syntax errors.
     """
     if not texts:
         return {}, {}, []

@@ -1,8 +1,8 @@
 """Paceline as a torch.distributed backend: `torch.distributed.init_process_group("paceline")`.
 
 PyTorch locates `register` through an entry point and calls it at the end of `import torch`. Therefore `register` never
-raises, and this module imports other modules only when needed. torch.distributed's `env://` rendezvous uses a Paceline
-store, because torch's own store would require a second port per job.
+raises an exception, and this module imports other modules only when needed. torch.distributed's `env://` rendezvous
+uses a Paceline store, because torch's own store would require a second port per job.
 
 May use: `group` and below. Start reading at `process_group.py`.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.comm.store.store import Store
 
 
-_stores: list[Store] = []  # at most one, for all rendezvous of this process; rank 0's store includes the server
+_stores: list[Store] = []  # at most one, for all rendezvous in this process; rank 0's store includes the server
 _lent: list[TorchStore] = []  # one per rendezvous; torch's C++ code does not keep Python stores alive
 
 

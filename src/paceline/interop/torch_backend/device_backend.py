@@ -1,4 +1,4 @@
-"""Group creation for torch.distributed, and `DeviceBackend` for combinations such as "cpu:paceline,cuda:nccl".
+"""Creation of groups for torch.distributed, and `DeviceBackend` for combinations such as "cpu:paceline,cuda:nccl".
 
 If a backend is itself a process group, PyTorch uses it as the entire group. For a combination of backends, the Paceline
 group is therefore wrapped in a subclass of PyTorch's class `Backend`. Python code can subclass `Backend` in PyTorch

@@ -393,7 +393,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        """Gathers several tensors from every rank on all ranks; `output_lists[r]` receives the tensors from rank r."""
+        """Gathers several tensors per rank on all ranks; `output_lists[r]` receives the tensors from rank r."""
         return self._finish(
             opts,
             None,
@@ -402,7 +402,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Gathers a tensor from every rank on all ranks, concatenated in rank order."""
+        """Gathers every rank's tensor into one tensor on all ranks, concatenated in rank order."""
         return self._finish(
             opts, None, [output], lambda a, t: collectives.all_gather_into_tensor(output, input, self._group, a, t)
         )
@@ -435,7 +435,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         )
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Gathers a tensor from every rank on the root, concatenated in rank order."""
+        """Gathers every rank's tensor into one tensor on the root, concatenated in rank order."""
         target = _root(opts)
         parts = None
         if self.rank() == target:
@@ -500,7 +500,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         *,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Sends one tensor from every rank to every rank."""
+        """Sends a tensor from each rank to each rank."""
         return self._finish(
             opts, timeout, output_tensors, lambda a, t: self._group.all_to_all(output_tensors, input_tensors, a, t)
         )
@@ -731,7 +731,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         self._rank, self._size, self._named = rendezvous.rank, rendezvous.size, rendezvous.named
         self._members = world.group.members
         self._world = world
-        # A program may exit without calling destroy_process_group. The other ranks must not treat it as dead.
+        # A program may exit without calling destroy_process_group. The other ranks must not treat that exit as a death.
         self._leaving = util.Finalize(self, world.close, exitpriority=0)
         self._group = world.group
         self.report_backend_as(self._backend)

@@ -37,7 +37,7 @@ class AcceleratorEvent:
         """Returns True if the stream has passed the position; does not disturb a graph capture on any thread."""
         if self._event is None:
             return True
-        if self._device.type != "cuda":  # only CUDA's captures can be disturbed
+        if self._device.type != "cuda":  # only CUDA graph captures can be disturbed
             return bool(self._event.query())
         with _beside_captures(self._device):
             return bool(self._event.query())
@@ -111,7 +111,7 @@ class AcceleratorStream:
 
 
 class _CurrentStream:
-    """A context manager that makes a stream current. Every call uses it, so it avoids the cost of PyTorch's own."""
+    """A context manager that makes a stream current. Every call uses it, and PyTorch's own would be slower."""
 
     def __init__(self, device: torch.device, stream: Any, before: Any = None) -> None:
         self._device = device
@@ -225,7 +225,7 @@ def current_accelerator() -> torch.device | None:
     """
     try:
         return torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 raises it instead of returning None
+    except RuntimeError:  # torch 2.6 raises this error instead of returning None
         return None
 
 
@@ -323,7 +323,7 @@ def memory_at(address: int, nbytes: int, device: torch.device, dtype: torch.dtyp
 
 
 def copy_pieces(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies tensors of equal sizes on one device, on its current stream and with as few kernels as possible."""
+    """Copies each source to the target of the same size, on one device's current stream and with few kernels."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     elif targets:

@@ -1,7 +1,7 @@
 """`LibraryEngine`, the base class for engines that wrap a library; it opens groups and reports this rank's exit.
 
-A library does not report which processes the ranks are, whether these processes are running, or why a call failed. The
-ranks therefore publish their process ids, their exits and, after a failure, their latest calls in the store, where
+A library does not report which process each rank runs in, whether these processes are running, or why a call failed.
+The ranks therefore publish their process ids, their exits and, after a failure, their latest calls in the store, where
 `FailureDiagnosis` compares them.
 """
 
@@ -175,10 +175,10 @@ class _WaitChain:
             self._store.set(self._key, entry)
 
     def follow(self, ranks: Sequence[int]) -> tuple[set[int], set[int]]:
-        """Follows the waits of `ranks` from rank to rank.
+        """Follows the chain of waits that begins at `ranks`.
 
         Returns:
-            Two sets of the ranks reached (including `ranks`): those that wait for other ranks, and those that do not.
+            The ranks reached, including `ranks`, as two sets: those that wait for other ranks, and those that do not.
 
         Raises:
             StoreError: the store does not answer.
@@ -264,7 +264,7 @@ class FailureDiagnosis:
         return {self.members[rank].rank: entry for rank, entry in entries.items()}
 
     def _timed_out(self, missing: Sequence[int], waited_ns: int, waits: _WaitChain, patience_s: float) -> CallFailure:
-        """Returns the failure for a timeout; it identifies the missing ranks that wait in other calls."""
+        """Returns the failure for a timeout; it identifies the missing ranks that are waiting in other calls."""
         absent = [self.members[rank].rank for rank in missing]
         until_s = time.monotonic() + patience_s
         waiting, others = set[int](), set[int]()

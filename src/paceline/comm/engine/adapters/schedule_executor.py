@@ -1,4 +1,4 @@
-"""Executor of schedules over plain sends and receives, for operations that an engine's library lacks.
+"""Runs schedules over plain sends and receives, for operations that an engine's library lacks.
 
 Steps start in order, although a schedule does not require this (`comm/schedule/steps.py`). Each step waits only for
 earlier steps on the same blocks. Every block is sent as one message, so both ends divide the data in the same way,
@@ -79,17 +79,17 @@ def adjacent_spans(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
     return joined
 
 
-_DIVISIBLE = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)  # into blocks of any size
+_DIVISIBLE = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)  # can be divided into blocks of any size
 
 
 class BlockTransfer(Protocol):
     """A message in progress."""
 
     def wait(self, deadline_ns: int) -> None:
-        """Waits for the message, at most until `deadline_ns` on the monotonic clock.
+        """Waits for the message until `deadline_ns` (on the monotonic clock) at the latest.
 
         Raises:
-            CallTimeout, LibraryError: as for `SerialChannel.perform`.
+            CallTimeout, LibraryError: see `SerialChannel.perform`.
         """
 
 
@@ -141,7 +141,7 @@ class PythonExecutor:
         """Runs a call to completion; the call may be any operation except a barrier.
 
         Raises:
-            CallTimeout, LibraryError: as for `SerialChannel.perform`.
+            CallTimeout, LibraryError: see `SerialChannel.perform`.
         """
         operation = call.operation
         nbytes = call.count * ITEM_SIZES[call.dtype]

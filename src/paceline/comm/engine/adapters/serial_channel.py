@@ -1,4 +1,4 @@
-"""`SerialChannel`, the base class for the channels of engines that can only execute one call at a time.
+"""`SerialChannel`, the base class for the channels of engines that can execute only one call at a time.
 
 The channel runs a group's calls one at a time: synchronous calls on the caller's thread, and all other calls on its own
 thread. `WaitedMessage` supports libraries that report the completion of a message only to a waiting thread; it uses one
@@ -31,7 +31,7 @@ class WaitedMessage:
 
     Args:
         finish: a function that waits for the message and returns the sender's group rank and the outcome.
-        recorded: the message in the recording.
+        recorded: the message's entry in the recording.
         background: whether the message proceeds without `wait`.
     """
 
@@ -158,7 +158,7 @@ class QueuedCall:
 
 
 class SerialChannel(EngineChannel, ABC):
-    """An `EngineChannel` for which an engine only needs to implement `perform`.
+    """An `EngineChannel` for which an engine needs to implement only `perform`.
 
     A failed call breaks the group, so all later calls fail with the same outcome.
     """

@@ -159,7 +159,7 @@ _MOST_ELEMENTS = 1 << 26
 _SMALL = 1 << 14
 # For tensors of at least this size, Open MPI's non-blocking all-reduce takes twice as long as a schedule over messages.
 _SCHEDULED_BYTES = 1 << 20
-_AT_ONCE = range(20)  # the number of tests of a request before the lock is released
+_AT_ONCE = range(20)  # the number of times that a request is tested before the lock is released
 _AVG = int(ReduceOp.AVG)
 _ALL_REDUCE = int(Operation.ALL_REDUCE)
 

@@ -44,7 +44,7 @@ def dial(
     deadline: float,
     secret: bytes | None = None,
 ) -> Connection:
-    """Connects and proves this rank's identity; retries while the other end drops connections without reading them.
+    """Connects and proves this rank's identity; retries while the other end drops connections without reading data.
 
     The pause before each new attempt is twice as long as the previous one, but at most half of the remaining time.
 
@@ -113,7 +113,7 @@ class AcceptedConnections:
         self._queue.put((hello, connection))
 
     def take(self, timeout_s: float) -> tuple[PeerHello, Connection] | None:
-        """Returns the next connection, or None if there is none within `timeout_s` seconds."""
+        """Returns the next connection, or None if none arrives within `timeout_s` seconds."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -259,7 +259,7 @@ def _receive_descriptor(formation: Formation, parent: socket.socket, deadline: f
             continue
         if descriptors:
             return descriptors[0]
-        if data:  # the kernel drops the descriptor if the process is at its limit
+        if data:  # the kernel drops the descriptor if the process has reached its limit
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise ConnectionResetError("it closed the connection")
 

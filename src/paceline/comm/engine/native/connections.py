@@ -34,7 +34,7 @@ class ReverseConnectRequests:
     """Requests for connections in the opposite direction, exchanged through the store while a group forms.
 
     Args:
-        store: the store of the group.
+        store: the group's store.
         number: the group's number.
         rank: this rank.
     """

@@ -1,4 +1,4 @@
-"""Link costs of the network, measured when a group of several hosts forms, or set by the user.
+"""Link costs of the network, measured when a group that spans several hosts forms, or set by the user.
 
 Within a time budget, rank 0 measures round trips to a rank on its own host and to a rank on another host. If there are
 only a few hosts, the hosts' first ranks also measure the links between all pairs of hosts, to detect unequal links.
@@ -177,7 +177,7 @@ def measure_pairs(
 
 
 def differences(n: int, found: Mapping[Pair, LinkCost]) -> str:
-    """Returns the differences between n hosts' links in the format of PACELINE_NETWORK, or "" if there are none."""
+    """Returns the differences between the links of n hosts in PACELINE_NETWORK's format, or "" if there are none."""
     if not found:
         return ""
     return describe_differences(
@@ -248,8 +248,8 @@ def agree_on_costs(
 ) -> tuple[CostModel, Network | None]:
     """Returns the same costs on all ranks: from PACELINE_COSTS on rank 0, from rank 0's `known`, or from a measurement.
 
-    The network is also returned if its links are unequal according to PACELINE_NETWORK on rank 0 (see `read_network`)
-    or, if costs are neither set nor known, according to measurements between a few hosts.
+    The network is also returned if PACELINE_NETWORK on rank 0 describes unequal links (see `read_network`), or if costs
+    are neither set nor known and measurements between a few hosts reveal unequal links.
 
     The costs are added to `known` on all ranks, so later groups on these hosts form faster.
 

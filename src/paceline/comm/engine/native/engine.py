@@ -164,7 +164,7 @@ class ScheduledChannel(EngineChannel):
         return self._links.failure()
 
     def close(self) -> None:
-        """Logs mispredicted calls if this has not been done. Does not close the links, which belong to the group."""
+        """Logs mispredicted calls unless already logged. Does not close the links, which belong to the group."""
         self._log_miss()
 
     def _log_miss(self) -> None:
@@ -234,7 +234,7 @@ class HostRanks:
         return _core.find_memory(self.mesh, self.places[owner], number, nbytes, timeout_s)
 
     def withdraw(self, number: int) -> None:
-        """Withdraws the number by which ranks find this rank's memory; called when all ranks have found the memory."""
+        """Withdraws the number by which ranks find this rank's memory; to be called after all ranks have found it."""
         _core.withdraw_memory(self.mesh, number)
 
 
@@ -379,7 +379,7 @@ class NativeEngine:
             raise self._not_opened(formation, ranks, timeout_s)
         with contextlib.ExitStack() as undo:
             undo.callback(links.close)
-            undo.push(lambda _, error, __: _announce(formation, error))  # sent before links close
+            undo.push(lambda _, error, __: _announce(formation, error))  # called before the links close
             channel: EngineChannel | None
             if len(hosts) > 1 or algorithm is not None:
                 if self._costs is None:

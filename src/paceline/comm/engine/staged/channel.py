@@ -127,7 +127,7 @@ class StagedChannel(EngineChannel):
         inner: the channel of the same ranks for CPU tensors. It must not be used elsewhere, and is not closed by this
             channel.
         device: the device of the tensors.
-        recorder: the recorder of the calls.
+        recorder: the recorder for the calls.
         rank: the group rank of this process.
         size: the number of ranks in the group.
 

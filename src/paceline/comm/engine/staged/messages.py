@@ -1,4 +1,4 @@
-"""`StagedMessages`, which stages each message of accelerator tensors in a host buffer of the message's size.
+"""`StagedMessages`, which stages each message with accelerator tensors in a host buffer of the same size.
 
 A receive begins at once; the copy to the device is enqueued when the program waits for the receive or polls it. A send
 begins when the copy to the host is complete, on the thread that is waiting for the send or, for background sends, on
@@ -38,8 +38,8 @@ class OutgoingDeviceMessage:
         start: a function that begins sending the host memory.
         advance: a function that begins, in order, all of the group's sends that are ready.
         rank: the group rank of this process.
-        timeout_ns: the time that the copy, and then the message, may take, in nanoseconds.
-        recorded: the message in the recording.
+        timeout_ns: the time limit for the copy and, separately, for the message, in nanoseconds.
+        recorded: the message's entry in the recording.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class OutgoingDeviceMessage:
         self._failure: CallOutcome | None = None
 
     def begin(self) -> bool:
-        """Begins the message if it has been copied, or fails it if the copy is late; returns False if it must wait."""
+        """Begins the message if its data is copied, or fails it if the copy is late; returns False if it must wait."""
         if self._message is None and self._failure is None:
             if self._copied.done():
                 assert self._start is not None
@@ -123,7 +123,7 @@ class IncomingDeviceMessage:
         target: the memory on the device.
         stream: the stream for copies to the device.
         start: the event recorded after the program's earlier work on this memory.
-        recorded: the message in the recording.
+        recorded: the message's entry in the recording.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class StagedMessages(Messages):
         inner: the messages of the same ranks for CPU tensors. It must not be used elsewhere, and is not closed by this
             object.
         device: the device of the tensors.
-        recorder: the recorder of the messages.
+        recorder: the recorder for the messages.
         rank: the group rank of this process.
     """
 

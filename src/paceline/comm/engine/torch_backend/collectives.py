@@ -1,6 +1,6 @@
-"""Translation of each collective call to a single operation of a PyTorch process group, on flat tensors.
+"""Translation of each collective call into a single PyTorch process-group operation on flat tensors.
 
-The choice of the operation depends only on properties that are the same on all ranks, never on the addresses of a
+The choice of operation depends only on properties that are the same on all ranks, never on the addresses of a
 rank's tensors. Pieces that are not adjacent in memory are copied to a flat buffer. Data that is moved but not reduced
 is passed as bytes. A dtype that the process group does not support is reduced as another dtype with the same result:
 booleans as bytes of 0 and 1, complex numbers as pairs of floats, unsigned sums as signed sums.
@@ -133,7 +133,7 @@ def find_reduction(dtype: int, reduce_op: int, has_float8: bool = False) -> Torc
 
 @dataclass(frozen=True)
 class CallSettings:
-    """Settings of a call that `CollectiveCall` does not contain.
+    """Settings for a call that are not part of `CollectiveCall`.
 
     Attributes:
         rank: the group rank of this process.

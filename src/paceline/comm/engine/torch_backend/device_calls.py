@@ -63,10 +63,10 @@ class CallInFlight:
     Attributes:
         header: the call as described in failure reports.
         started, deadline: the time at which the program made the call, and the time by which it must complete.
-        recorded: the call in the recording.
+        recorded: the call's entry in the recording.
         event: the position after the call on the stream; None until the call is on the stream.
         program_stream: the stream that was current when the call was enqueued; None on the CPU.
-        is_captured: whether the call was captured into a graph; its completion then cannot be observed.
+        is_captured: whether the call was captured into a graph, in which case its completion cannot be observed.
         failure: the reason why the call failed; None while the call runs and after it succeeded.
     """
 
@@ -171,7 +171,7 @@ class CallStream:
             start: a function that starts the call.
             header: the call as described in failure reports; its sequence number is set here.
             timeout_ns: the time after which the call is aborted, in nanoseconds.
-            recorded: the call in the recording.
+            recorded: the call's entry in the recording.
             after: the position after which the call runs. The default is the position after the work enqueued so far on
                 the current stream.
 
@@ -201,7 +201,7 @@ class CallStream:
             except (TypeError, ValueError):
                 recorded.end(OutcomeCode.REFUSED)
                 raise
-            except Exception as error:  # from the library, device or store; stops the other ranks' waits
+            except Exception as error:  # from the library, the device or the store; the other ranks stop waiting
                 self._break(self._failure_of(error, flight), flight)
             finally:
                 self._entering = None
@@ -321,7 +321,7 @@ class CallStream:
         return bisect.bisect_left(range(len(flights)), True, key=lambda index: not _has_passed(flights[index]))
 
     def _difference(self, at_once: bool = False) -> CallFailure | None:
-        """Returns the failure if this rank's calls differ from the next rank's, which NCCL may not detect.
+        """Returns the failure if this rank's calls differ from the next rank's. NCCL may not detect such a difference.
 
         Every rank performs this comparison, which detects a difference even after the calls have completed.
         """
@@ -488,7 +488,7 @@ def _is_complete(flight: CallInFlight) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the message of an error without the C++ stack that PyTorch may add to it."""
+    """Returns an error's message without the C++ stack trace that PyTorch may append to it."""
     text = str(error).partition("\nException raised from")[0]
     return " ".join(text.split())
 
@@ -562,7 +562,7 @@ class DeviceWork:
         return True
 
     def wait(self, timeout_ns: int) -> bool:
-        """Makes the current stream (with a timeout, also the thread) wait for the call; returns False on timeout."""
+        """Makes the current stream and, with a timeout, also the thread wait for the call; returns False on timeout."""
         if timeout_ns < _NO_LIMIT_NS and not self.finish(timeout_ns):
             return False
         self.order()

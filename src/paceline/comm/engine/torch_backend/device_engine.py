@@ -63,7 +63,7 @@ def connect_all(group: TorchGroup, device: torch.device) -> StartedCall:
 
 def connect_pair(group: TorchGroup, device: torch.device, sends: bool) -> StartedCall:
     """Starts a message that connects the sender (rank 0) and the receiver."""
-    with contextlib.suppress(AttributeError, RuntimeError):  # stops NCCL from creating a communicator for messages
+    with contextlib.suppress(AttributeError, RuntimeError):  # prevents NCCL from creating a communicator for messages
         group.eager_connect_single_device(device)
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     return StartedCall(group.send([byte], 1, 0) if sends else group.recv([byte], 0, 0))
@@ -81,7 +81,7 @@ class DeviceChannel(EngineChannel):
         rank: the group rank of this process.
         library: the library's name and version, for error messages.
         has_float8: whether the library and the device reduce 8-bit floats.
-        recorder: the recorder of the group.
+        recorder: the recorder for the group.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class MessageLane:
         self._is_open = False
 
     def put(self, message: DeviceMessage, put: Callable[[AcceleratorEvent | None], DeviceWork]) -> None:
-        """Calls `put` to enqueue a message after the earlier ones; passes the event to wait for, or None, to `put`.
+        """Calls `put` with the event to wait for, or None, to enqueue a message after the earlier ones.
 
         Raises:
             RuntimeError: the lane is not open, and the current stream is being captured into a graph.
@@ -250,7 +250,7 @@ class MessageLane:
 
 
 class DeviceMessages:
-    """The messages between two ranks in a group; see `engine.channel.Messages`."""
+    """Messages between pairs of ranks in a group; see `engine.channel.Messages`."""
 
     def __init__(self, rank: int, open_call_stream: OpenCallStream, watch: CallWatch, recorder: GroupRecorder) -> None:
         self._rank = rank
@@ -324,7 +324,7 @@ class DeviceMessages:
         return [lane.calls for lane in tuple(self._lanes.values())]
 
 
-_CLOSING_S = 5.0  # the time for other ranks to shut down a process group whose calls are complete
+_CLOSING_S = 5.0  # the time that other ranks have to shut down a process group whose calls are complete
 _COLLECTIVES = "all"
 _FLOAT8_SINCE = (2, 24)
 

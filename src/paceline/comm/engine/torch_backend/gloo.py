@@ -36,7 +36,7 @@ from paceline.comm.schedule.steps import Operation
 from paceline.errors import RendezvousTimeoutError, and_more
 
 SHORTEST = timedelta(milliseconds=1)  # gloo's timeouts have a resolution of 1 ms
-_ROUNDED_NS = 1_000_000  # gloo's waits are rounded and may end this much before the deadline
+_ROUNDED_NS = 1_000_000  # gloo rounds the time to wait, so a wait may end this much before the deadline
 _COLLECTIVES_TAG = 0  # the program's messages use tags >= 1
 
 
@@ -47,7 +47,7 @@ class GlooTransfer:
         self._work = work
 
     def wait(self, deadline_ns: int) -> None:
-        """Waits for the message, at most until the deadline on the monotonic clock."""
+        """Waits for the message until the deadline (on the monotonic clock) at the latest."""
         remaining = timedelta(microseconds=(deadline_ns - time.monotonic_ns()) / 1000)
         with translated(deadline_ns):
             self._work.wait(max(SHORTEST, remaining))

@@ -63,7 +63,7 @@ class RankProgress:
 
     @property
     def is_compared(self) -> bool:
-        """Whether `difference` has compared the latest operation, and is not needed before the next operation."""
+        """Whether `difference` has compared the latest operation and need not be called again before the next one."""
         return self.is_published and self._comparisons == 0
 
     def publish(self, at_once: bool = False) -> None:
@@ -202,7 +202,7 @@ def _await(store: Store, keys: Sequence[str], deadline: float, stopped: Callable
 
 
 def _describe_shared(members: Sequence[RankIdentity], peers: Sequence[DevicePeer]) -> str | None:
-    """Returns a message about two ranks with the same GPU, with the fix; None if no GPU is shared."""
+    """Returns a message about two ranks that share a GPU, including the fix, or None if no GPU is shared."""
     first: dict[str, int] = {}
     for index, peer in enumerate(peers):
         other = first.setdefault(peer.gpu, index)

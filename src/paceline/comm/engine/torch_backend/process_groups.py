@@ -36,10 +36,10 @@ _WITHOUT_WATCHDOG: Mapping[str, str | None] = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # a device error must not terminate the process
     "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "0",
-    "TORCH_NCCL_DESYNC_DEBUG": "0",  # would turn TORCH_NCCL_ASYNC_ERROR_HANDLING on again
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # would re-enable TORCH_NCCL_ASYNC_ERROR_HANDLING
     "NCCL_DESYNC_DEBUG": None,
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # irrelevant, since each direction has its own group
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # irrelevant: each direction has its own group
 }
 _environment = threading.Lock()
 
@@ -77,7 +77,7 @@ class TorchStore(c10d.Store):
     Args:
         store: the Paceline store to wrap.
         prefix: a prefix for all keys.
-        deadline: the time on the clock `time.monotonic` after which waiting for a key fails. If None, the store's
+        deadline: the value of `time.monotonic()` after which waiting for a key fails. If None, the store's
             timeout applies.
     """
 
@@ -193,7 +193,7 @@ def run_bounded(
 
     Args:
         function: a function that may block forever.
-        deadline: the time on the clock `time.monotonic` at which to give up. The thread then keeps running.
+        deadline: the value of `time.monotonic()` at which to give up. The thread then keeps running.
         name: a name for the thread.
         stopped: a function that is polled during the wait; the wait ends when it returns True.
 

@@ -1,4 +1,4 @@
-"""Collectives on lists of tensors with several dtypes.
+"""Collectives on lists of tensors with different dtypes.
 
 The plain collectives take lists of tensors of one dtype; these functions call a plain collective for each dtype. All
 ranks must pass the same dtypes and numbers of elements in the same order. With `async_op=True` a function returns a

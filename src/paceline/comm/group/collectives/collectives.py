@@ -10,7 +10,7 @@ Every rank of a group makes the same calls in the same order. These rules apply 
   returns None.
 - With `async_op=True` a call returns a `Work` at once, and its tensors must not be accessed before the work is
   complete. With `async_op=False` (the default) it returns None when it is complete.
-- Tensors that a call writes to count as modified in place: a backward pass that needs their old values raises an error.
+- Tensors that a call writes count as modified in place, so a backward pass that needs their old values raises an error.
 - `timeout` is a timedelta or a number of seconds; None means the group's timeout.
 - `wire` is a format ("bf16", "int8" or "int4"), or a `Wire`, which also compensates for the rounding in later calls
   (docs/slow-networks.md). Floats are rounded to this format when they are sent between hosts in a sum or an all_gather.
@@ -52,7 +52,7 @@ def barrier(
     device_ids: Sequence[int] | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Synchronizes all ranks: returns when every rank of the group has called it.
+    """Synchronizes all ranks: returns when every rank in the group has called it.
 
     If the group has an engine for an accelerator, the barrier also waits for earlier work on the current stream of this
     rank's device, like the nccl barrier of torch.distributed. When it returns, this work is therefore complete on all
@@ -99,7 +99,7 @@ def _devices_in_use(group: ProcessGroup, indices: Sequence[int] | None) -> list[
 def monitored_barrier(group: Group = None, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
     """Synchronizes all ranks like `barrier`; on a timeout, the error lists the ranks that have not called it.
 
-    All waiting ranks raise the error, not only rank 0 as in torch.distributed. Every collective of Paceline reports
+    All waiting ranks raise the error, not only rank 0 as in torch.distributed. Every Paceline collective reports
     missing ranks on timeout; the message from this function begins with the missing ranks.
 
     Args:
@@ -130,8 +130,8 @@ def broadcast(
     """Copies the source's `tensor` into the `tensor` of every other rank.
 
     Args:
-        tensor: a tensor of the same dtype and number of elements on every rank; it is read on the source and written on
-            the other ranks.
+        tensor: a tensor with the same dtype and number of elements on every rank; it is read on the source and written
+            on the other ranks.
         src, group_src: the source rank; pass either one.
 
     Raises:
@@ -156,7 +156,7 @@ def reduce(
     """Reduces `tensor` over all ranks into the destination's `tensor`. The tensors on other ranks are not modified.
 
     Args:
-        tensor: a tensor of the same dtype and number of elements on every rank.
+        tensor: a tensor with the same dtype and number of elements on every rank.
         dst, group_dst: the destination rank; pass either one.
         op: the reduction. The default is SUM.
 
@@ -182,7 +182,7 @@ def gather(
     """Gathers `tensor` from all ranks to the destination, where `gather_list[r]` receives rank r's tensor.
 
     Args:
-        tensor: a tensor of the same dtype and number of elements on every rank.
+        tensor: a tensor with the same dtype and number of elements on every rank.
         gather_list: on the destination, a list of one tensor like `tensor` for each rank; None or empty on other ranks.
         dst, group_dst: the destination rank. The default is the first rank of the group.
 
@@ -208,7 +208,7 @@ def scatter(
     """Copies the source's `scatter_list[r]` into the `tensor` of rank r.
 
     Args:
-        tensor: a tensor of the same dtype and number of elements on every rank.
+        tensor: a tensor with the same dtype and number of elements on every rank.
         scatter_list: on the source, a list of one tensor like `tensor` for each rank; None or empty on other ranks.
         src, group_src: the source rank. The default is the first rank of the group.
 
@@ -240,8 +240,8 @@ def all_reduce(
     summation. float16 and bfloat16 are accumulated in float32.
 
     Args:
-        tensor: a tensor of the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor is
-            coalesced afterward. For sparse tensors the call blocks until all ranks have made it, even with
+        tensor: a tensor with the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor
+            is coalesced afterward. For sparse tensors the call blocks until all ranks have made it, even with
             `async_op=True`, because the ranks first exchange their numbers of values.
         op: the reduction: a `ReduceOp`, a `PremulSum`, or a reduction of torch. The default is SUM.
         group, async_op, timeout, wire: see the rules in the module's docstring.
@@ -259,14 +259,14 @@ def all_gather(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Gathers `tensor` from all ranks on all ranks; `tensor_list[r]` receives rank r's tensor.
+    """Gathers every rank's `tensor` on all ranks; `tensor_list[r]` receives rank r's tensor.
 
-    The ranks' tensors may differ in size. All ranks must then pass the same sizes in `tensor_list`, and the call is an
-    `all_to_all`: errors, recordings and profiles contain this name.
+    The ranks' tensors may differ in size. All ranks must then pass the same sizes in `tensor_list`, and the call is
+    performed as an `all_to_all`, under which name it appears in errors, recordings and profiles.
 
     Args:
         tensor_list: a list of one tensor for each rank, with the dtype and number of elements of that rank's `tensor`.
-        tensor: a tensor of the same dtype on every rank.
+        tensor: a tensor with the same dtype on every rank.
         group, async_op, timeout, wire: see the rules in the module's docstring. `wire` requires tensors of one size.
 
     Raises:
@@ -285,11 +285,11 @@ def all_gather_into_tensor(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Gathers `input_tensor` from all ranks into `output_tensor` on all ranks, concatenated in rank order.
+    """Gathers every rank's `input_tensor` into `output_tensor` on all ranks, concatenated in rank order.
 
     Args:
         output_tensor: a contiguous tensor of any shape with `world_size` times as many elements as `input_tensor`.
-        input_tensor: a tensor of the same dtype and number of elements on every rank.
+        input_tensor: a tensor with the same dtype and number of elements on every rank.
 
     Raises:
         ValueError: `output_tensor` has the wrong number of elements, or is not contiguous.
@@ -329,12 +329,12 @@ def reduce_scatter(
 ) -> Work | None:
     """Reduces `input_list[r]` over all ranks into the `output` of rank r.
 
-    The parts may differ in size. All ranks must then pass the same sizes in `input_list`, and the call consists of one
-    `reduce` to each rank in turn: errors, recordings and profiles contain this name.
+    The parts may differ in size. All ranks must then pass the same sizes in `input_list`, and the call is performed as
+    one `reduce` to each rank in turn, under which name it appears in errors, recordings and profiles.
 
     Args:
         output: a tensor with the dtype and number of elements of this rank's entry in `input_list`.
-        input_list: a list of one tensor for each rank, of the same dtypes and sizes on every rank.
+        input_list: a list of one tensor for each rank, with the same dtypes and sizes on every rank.
         op: the reduction. The default is SUM.
         group, async_op, timeout, wire: see the rules in the module's docstring. `wire` requires parts of one size.
 
@@ -358,7 +358,7 @@ def reduce_scatter_tensor(
     """Reduces `input` over all ranks and writes one part of the result to each rank's `output`.
 
     Args:
-        output: a tensor of the same dtype and number of elements on every rank.
+        output: a tensor with the same dtype and number of elements on every rank.
         input: a contiguous tensor of any shape with `world_size` times as many elements as `output`: the parts for all
             ranks, concatenated in rank order.
         op: the reduction. The default is SUM.
@@ -442,11 +442,12 @@ def all_to_all_single(
 
 
 def explain(operation: str, nbytes: int, group: Group = None) -> str:
-    """Returns a printable table with the algorithm that `group` uses for a call and the times of all candidates.
+    """Returns a printable table of the algorithm that `group` uses for a call and the times of all candidates.
 
     Args:
         operation: the name of a collective, such as "all_reduce".
-        nbytes: the number of bytes in a rank's longest buffer, which is the tensor or all parts of a gather or scatter.
+        nbytes: the number of bytes in a rank's longest buffer: the tensor or, for a gather or scatter, all parts
+            together.
 
     Raises:
         ValueError: there is no such operation, or this rank is not in the group.

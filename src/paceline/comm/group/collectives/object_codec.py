@@ -1,8 +1,8 @@
-"""Codec between Python objects and bytes: msgpack, plus separate buffers for tensors, arrays and long bytes.
+"""Converts Python objects to and from bytes: msgpack, plus separate buffers for tensors, arrays and long bytes.
 
 A decoded object is equal to the original and of the same type; objects for which this is impossible are rejected before
 any data is sent. A body is one byte (`BodyFormat`) followed by msgpack or, if the sender allowed it, a pickle. Decoding
-msgpack only creates objects of the types in `VALUES` and `ARRAYS`, so no class is looked up by name, and no code is
+msgpack creates only objects of the types in `VALUES` and `ARRAYS`, so no class is looked up by name, and no code is
 executed.
 
 Numbers, short bytes, ASCII strings, lists, and dicts with ASCII strings as keys are msgpack's own types. Every other
@@ -48,7 +48,7 @@ MAX_DEPTH = 128
 _SMALLEST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
 
 
-_SMALL_BYTES = 4096  # longer bytes are sent in separate buffers
+_SMALL_BYTES = 4096  # longer bytes objects are sent in separate buffers
 
 
 _PLAIN = frozenset({NoneType, bool, float})

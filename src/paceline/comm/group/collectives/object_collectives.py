@@ -17,7 +17,7 @@ reports that an object cannot be sent, so no rank waits for the object.
 All calls raise:
     TypeError: an object cannot be sent; the message reports its position in the argument and suggests an alternative.
     CollectiveObjectError: another rank's object is a pickle, is malformed, or could not be sent.
-    CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as for collectives on tensors.
+    CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: the same as for collectives on tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def all_gather_object(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Gathers `obj` from all ranks on all ranks; `object_list[r]` receives rank r's object.
+    """Gathers every rank's `obj` on all ranks; `object_list[r]` receives rank r's object.
 
     Raises:
         ValueError: `object_list` does not have one entry for each rank.
@@ -86,7 +86,7 @@ def gather_object(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Gathers `obj` from all ranks into the destination's `object_gather_list`, in rank order; others pass None.
+    """Gathers `obj` from all ranks into the destination's `object_gather_list`, in rank order; other ranks pass None.
 
     The default destination is rank 0.
 
@@ -215,7 +215,7 @@ def send_object_list(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Sends the objects of `object_list`; the receiver's list must have the same length.
+    """Sends the objects in `object_list`; the receiver's list must have the same length.
 
     `use_batch` has no effect. `timeout` applies to each of the two or three messages that implement a call.
 

@@ -112,7 +112,7 @@ class PersistentCall(_core.FastPathCall):
             if work.is_completed():
                 self.is_started, self._work = False, None
             raise
-        self.is_started, self._work = False, None  # a call on a device may still run; the next one then waits for it
+        self.is_started, self._work = False, None  # on a device, the call may still be running; the next waits for it
 
     @eager
     def test(self) -> bool:
@@ -164,11 +164,11 @@ class EngineCall(PersistentCall):
 
     Args:
         name: the plain call's name.
-        group: the group of the call.
+        group: the call's group.
         plan: the call and its buffers, which must not contain copies.
         prepared: the prepared call from the engine.
         tensors: the tensors that the program passed.
-        timeout: the time that each call waits; the group's current timeout if None.
+        timeout: the timeout for each call; the group's current timeout if None.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 `src` and `dst` are ranks in the default group, and `group_src` and `group_dst` are ranks in `group`; pass either one.
 If `group` is None, the default group is used; on a rank that is not in `group` a call does nothing. Between two ranks,
 messages with the same `tag` (an integer of at least 0) arrive in the order in which they are sent; a receive matches
-only messages with its tag. A list of tensors of one dtype may be passed for any tensor. Both sides pass the same dtype
-and number of elements. `timeout` is a timedelta or a number of seconds; None means the group's timeout.
+only messages with its tag. A list of tensors of one dtype may be passed for any tensor. Both sides must pass the same
+dtype and number of elements. `timeout` is a timedelta or a number of seconds; None means the group's timeout.
 
 All raise:
     ValueError: the peer is this rank, is not in the group, or is specified twice or not at all; or the tag is negative
@@ -127,7 +127,7 @@ class P2POp:
         tensor: the tensor to send or to receive into.
         peer, group_peer: the other rank, in the default group or in `group`; pass either one.
         group: the group; the default group if None.
-        tag: the message's tag as for `send`.
+        tag: the message's tag; see `send`.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class P2POp:
 
 @eager
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Starts all sends and receives of a list; their order in the list does not matter.
+    """Starts all sends and receives in a list; their order in the list does not matter.
 
     Returns:
         A `Work` for each entry, in the order of the list, except for entries whose group does not contain this rank.
