@@ -88,7 +88,7 @@ def torchs(state: dict[str, Any], path: Path) -> Callable[[], bool]:
 
 
 def the_disk(nbytes: int, asynchronous: bool) -> Save:
-    """Writes as many bytes as the state has, without a format or digests, bypassing the page cache."""
+    """Writes as many bytes as the state occupies, without a format or digests, bypassing the page cache."""
     import paceline as dist
     from paceline.train.elastic.process_priority import lower_thread_priority
 
@@ -271,8 +271,10 @@ def main() -> None:
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--gigabytes", type=float, default=1.0)
     arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument("--steps", type=int, default=3, help="before a checkpoint, and as many after it")
-    arguments.add_argument("--directory", help="where checkpoints are written; a temporary directory by default")
+    arguments.add_argument(
+        "--steps", type=int, default=3, help="number of steps before a checkpoint, and again after it"
+    )
+    arguments.add_argument("--directory", help="directory for the checkpoints; by default a temporary directory")
     arguments.add_argument("--cases", nargs="+", default=["save", "load"], choices=["save", "load"])
     options = arguments.parse_args()
     tables: list[dict[str, object]] = []

@@ -5,8 +5,8 @@
 The same model is trained with the default checks and without checks, alternating every few steps in the same processes.
 "barrier" is the bare model followed by a barrier after the backward pass. n counts steps; p50 and p95 are computed over
 the turns. "cost" is the step time with checks divided by the step time without checks, minus one (the median over
-turns). Of the total time of the steps with checks, "looks" is the share that the checks take, measured by their own
-clock. The checks keep this share below 0.5% once they have measured a step.
+turns). "looks" is the share of the total step time that the checks take, as measured by the checks themselves. They
+keep this share below 0.5% once they have measured a step.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    arguments.add_argument("--seconds", type=float, default=20, help="how long each model is trained")
+    arguments.add_argument("--seconds", type=float, default=20, help="training time of each model, in seconds")
     options = arguments.parse_args()
     rows = rows_of_ranks(rank_main, options.ranks, options.models, options.seconds)
     show(f"A training step on {options.ranks} ranks of one thread, with checks and without", rows, options.json)

@@ -63,7 +63,7 @@ def job(by: str, program: str, ranks: int) -> dict[str, Any]:
     )
     if done.returncode != 0 or (TOLD in done.stderr) != (by == OURS):
         raise SystemExit(f"{program} by {by} ended with code {done.returncode}:\n{done.stdout}{done.stderr}")
-    (told,) = (line[line.index("{") :] for line in done.stdout.splitlines() if "{" in line)  # after a rank, if any
+    (told,) = (line[line.index("{") :] for line in done.stdout.splitlines() if "{" in line)  # after the rank's prefix
     return json.loads(told)
 
 
@@ -107,7 +107,7 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS, metavar="NAME")
-    arguments.add_argument("--turns", type=int, default=4, help="how many jobs of each there are")
+    arguments.add_argument("--turns", type=int, default=4, help="number of jobs with each launcher")
     return arguments.parse_args(words)
 
 

@@ -2,7 +2,7 @@
 
     python bench/death.py [--kills 200] [--case all_reduce ddp ...] [--busy 2] [--ballast 0] [--json FILE]
 
-Four ranks run on two cores, beside busy processes. While they are communicating, one of them is killed with SIGKILL;
+Four ranks run on two cores, alongside busy processes. While they are communicating, one of them is killed with SIGKILL;
 the time is measured from the kill to the error raised in each survivor's program. If a survivor was not in a call at
 the time of the kill, the time is measured from the survivor's next call. The case `late` is different: three ranks wait
 in init_process_group for the fourth, and one of the three is killed. The same run also measures torch's gloo with the
@@ -36,7 +36,7 @@ from world import Place, World, free_port, places
 
 RANKS = 4
 CORES = 2
-TIMEOUT_S = 5  # for each call; a survivor that times out did not detect the death
+TIMEOUT_S = 5  # timeout of each call; a survivor that times out did not detect the death
 ELEMENTS = 25_000
 GROUPS = 9
 WORKS = 8  # concurrent asynchronous calls in `works`
@@ -54,7 +54,7 @@ class Raised:
 
 
 class Board:
-    """Shared counters of the calls that each rank has entered. The killing process reads the counters."""
+    """Shared counters of the calls that each rank has entered. The process that kills a rank reads the counters."""
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
@@ -209,7 +209,7 @@ class Tally:
 
 
 def kill_one(case: str, where: list[Place], address: str, port: int, ballast_mib: int, tally: Tally) -> None:
-    """Forms a world, kills one rank, and collects the errors of the others."""
+    """Forms a world, kills one rank, and collects the other ranks' errors."""
     late = case == "late"
     victim = 2 if late else random.randrange(RANKS)
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
@@ -272,8 +272,10 @@ def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--kills", type=int, default=200)
     arguments.add_argument("--case", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES))
-    arguments.add_argument("--busy", type=int, default=2, help="processes that compute beside the ranks")
-    arguments.add_argument("--ballast", type=int, default=0, metavar="MIB", help="memory that every rank has touched")
+    arguments.add_argument("--busy", type=int, default=2, help="number of busy processes that run alongside the ranks")
+    arguments.add_argument(
+        "--ballast", type=int, default=0, metavar="MIB", help="memory that each rank allocates and writes to"
+    )
     options = arguments.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     rows: list[dict[str, object]] = []

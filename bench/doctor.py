@@ -1,11 +1,11 @@
-"""Counts the planted mistakes that the doctor finds and the false findings that it reports in public scripts.
+"""Counts the inserted mistakes that the doctor finds, and the false findings that it reports in public scripts.
 
     python bench/doctor.py FOLDER [--fetch] [--json FILE]
 
 FOLDER contains a clone of each repository; --fetch creates these clones. The doctor checks the files that use
-communication between ranks. All its findings with high confidence were read by hand; the wrong findings are listed
-below. The planted mistakes are those of the tests. Because the repositories change, a later run may report other
-findings, which have to be read again.
+communication between ranks. All of its findings with high confidence were checked by hand; the false findings are
+listed below. The inserted mistakes are the same as in the tests. Because the repositories change, a later run may
+report other findings, which must then be checked.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def public(folder: Path) -> dict[str, object]:
 
 def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
-    arguments.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of the repositories")
+    arguments.add_argument("folder", type=Path, metavar="FOLDER", help="the folder that contains the clones")
     arguments.add_argument("--fetch", action="store_true", help="clone the repositories into FOLDER first")
     options = arguments.parse_args()
     if options.fetch:

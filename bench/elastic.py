@@ -9,12 +9,12 @@
 - peers: the same with torchft (needs --torchft) and with torchrun, gloo and checkpoints. The systems' jobs alternate.
 - overhead: the training loop with shards, alternately in an elastic job and in a job that is not elastic.
 - shards: the loop with as many shards as workers, compared with DistributedDataParallel on the same samples. `overhead`
-  and `shards` also have a third loop, which trains the bare model with a barrier after the backward pass ("barrier").
+  and `shards` also run a third loop, which trains the bare model with a barrier after the backward pass ("barrier").
 - join: the time until a replacement is in the view, the other workers' pause at that moment, their longest earlier
-  pause (while senders fork and the replacement receives the state), and the slowdown of their earlier steps. Measured
-  for both loops, for states of several sizes, on one machine and on two (network namespaces at 1 Gbit/s, as root). As a
-  lower bound for the slowdown, the same loop also runs beside an unrelated process that uses the same share of a core
-  as the replacements.
+  pause (while senders fork and the replacement receives the state), and the slowdown of their earlier steps. These
+  times are measured for both loops, for states of several sizes, on one machine and on two (network namespaces at 1
+  Gbit/s, as root). As a lower bound for the slowdown, the same loop also runs alongside an unrelated process that uses
+  the same share of a core as the replacements.
 - frozen: one worker is stopped (SIGSTOP). In another job, one worker is 10 times slower than the other workers.
 - speeds: the speed of a job whose workers have the speeds 1, 1, 1/2 and 1/2, compared with the sum of these speeds.
 - partition: five machines are partitioned into three and two (as root).
@@ -54,15 +54,19 @@ CASES: dict[str, Callable[[Options], tuple[str, Rows]]] = {
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the exit stops all started processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a normal exit, which stops all started processes
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES))
-    arguments.add_argument("--kills", type=int, default=200, help="in `death`; a tenth of it in each row of the others")
+    arguments.add_argument(
+        "--kills", type=int, default=200, help="number of kills in `death`; each row of the other cases has a tenth"
+    )
     arguments.add_argument("--workers", type=int, default=4)
-    arguments.add_argument("--steps", type=int, default=1500, help="of every job whose workers are killed")
-    arguments.add_argument("--rounds", type=int, default=15, help="of the loops that take turns")
-    arguments.add_argument("--states", type=int, nargs="+", default=[1, 100, 1024], metavar="MIB", help="of `join`")
-    arguments.add_argument("--models", nargs="+", default=["transformer", "CNN"], help="those of bench/ddp.py")
+    arguments.add_argument("--steps", type=int, default=1500, help="number of steps of a job whose workers are killed")
+    arguments.add_argument("--rounds", type=int, default=15, help="number of rounds in which the loops alternate")
+    arguments.add_argument(
+        "--states", type=int, nargs="+", default=[1, 100, 1024], metavar="MIB", help="state sizes in `join`"
+    )
+    arguments.add_argument("--models", nargs="+", default=["transformer", "CNN"], help="models from bench/ddp.py")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument(
         "--torchft", metavar="PYTHON", default=os.environ.get("TORCHFT_PYTHON"), help="an interpreter that has torchft"

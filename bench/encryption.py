@@ -6,8 +6,8 @@ Hosts are network namespaces of this machine, joined by veth pairs with rates li
 encrypted connections and a group with plain connections alternate in the same processes, with one thread per rank. p50
 and p95 are computed over the turns, and n is the number of calls. The times per core are the calling thread's processor
 times, which other load on the machine hardly affects. Each of the two ranks sends and receives every byte of the tensor
-once, so "ns a byte" is the time for sealing one byte and opening another, including copies and system calls; compare it
-with the speed of AES-128-GCM that `openssl speed` reports.
+once, so "ns a byte" is the time for encrypting one byte and decrypting another, including copies and system calls;
+compare it with the speed of AES-128-GCM that `openssl speed` reports.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rank_main(sizes: list[int], rate: str) -> dict[int, tuple[dict[str, Spread],
     torch.set_num_threads(1)
     dist.init_process_group()
     groups = {}
-    for level in ("auth", "encrypt"):  # connections are made when a group forms
+    for level in ("auth", "encrypt"):  # connections are established when a group is created
         os.environ["PACELINE_SECURITY"] = level
         groups[level] = dist.new_group()
     results = {}
@@ -88,7 +88,7 @@ def sealed_bytes_per_s() -> float | None:
 def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--rates", nargs="+", default=["none", "10gbit", "1gbit"])
-    arguments.add_argument("--streams", type=int, default=1, help="connections for data between two ranks")
+    arguments.add_argument("--streams", type=int, default=1, help="number of data connections between two ranks")
     arguments.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
     options = arguments.parse_args()
     os.environ["PACELINE_STREAMS"] = str(options.streams)

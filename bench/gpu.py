@@ -154,14 +154,14 @@ def logged(path: str | None) -> Iterator[None]:
 
 
 def first_line(text: str) -> str:
-    """Returns the line with the exception from a traceback, or the first line if there is no such line."""
+    """Returns the line of a traceback that contains the exception, or the first line if there is no such line."""
     found = next((each for each in _EXCEPTION.finditer(text) if "RankFailed: " not in each[0]), None)
     line = found[0] if found else text.strip().split("\n")[0]
     rank = re.search(r"^(?:world.RankFailed: )?(rank \d+) ", text)
     return f"{rank[1]}: {line}"[:300] if rank and found else line[:300]
 
 
-_starting = threading.Lock()  # the server that forks the ranks may be used by one thread at a time
+_starting = threading.Lock()  # only one thread at a time may use the server that forks the ranks
 
 
 def run_step(step: Step, run: Run) -> Outcome:
@@ -271,15 +271,20 @@ def training_speed(run: Run, tables: list[dict[str, object]]) -> Outcome:
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "fake", "cpu"), default="cuda", help="the type of device")
-    parser.add_argument("--backend", help="Paceline's backend; by default nccl for CUDA, and else paceline")
-    parser.add_argument("--ranks", type=int, help="of the steps with several; by default one a GPU, and at least 2")
-    parser.add_argument("--steps", nargs="+", metavar="NAME", help="only steps with one of these in their names")
+    parser.add_argument("--backend", help="Paceline's backend; by default nccl for CUDA, otherwise paceline")
     parser.add_argument(
-        "--budget-s", type=float, default=600, help="seconds for all steps; below 600 they measure less"
+        "--ranks", type=int, help="number of ranks in multi-rank steps; by default one per GPU, at least 2"
     )
-    parser.add_argument("--at-once", type=int, help="steps at a time, but for those that take times; by default 1 to 4")
+    parser.add_argument("--steps", nargs="+", metavar="NAME", help="run only steps whose name contains one of these")
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=600,
+        help="time limit for all steps, in seconds; below 600, steps measure less",
+    )
+    parser.add_argument("--at-once", type=int, help="number of concurrent steps, except timed steps; by default 1 to 4")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
-    parser.add_argument("--log", metavar="FILE", help="write what the ranks print to FILE")
+    parser.add_argument("--log", metavar="FILE", help="write the ranks' output to FILE")
     parser.add_argument("--list", action="store_true", help="list the steps")
     return parser.parse_args(words)
 

@@ -6,10 +6,10 @@ The script measures the processor time of the training thread in the forward and
 with a bias, subtracts that of the bare model, and divides the difference by the 400 parameters. This includes running
 hooks, detecting full buckets, checking gradients, passing buckets to the progress thread, and waiting for it at the
 end, but not the progress thread's own work. One rank with one thread alternates between the variants for n rounds; the
-lowest time counts. p50 and p95 are computed over the rounds, minus the bare model's median. "empty hooks" is torch's
-part: hooks that do nothing. "launches" is the number of buckets that are passed on during the backward pass; "us a
-launch" is the cost of each bucket after the first, regardless of its size. Most of this cost is the wake-up of the
-progress thread.
+lowest time is reported. p50 and p95 are computed over the rounds, minus the bare model's median. "empty hooks" is
+torch's part: hooks that do nothing. "launches" is the number of buckets that are passed on during the backward pass;
+"us a launch" is the cost of each bucket after the first, regardless of its size. Most of this cost is the wake-up of
+the progress thread.
 """
 
 from __future__ import annotations

@@ -100,9 +100,11 @@ def main() -> None:
     arguments.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     arguments.add_argument("--per-host", type=int, default=1)
     arguments.add_argument("--rates", nargs="+", default=["none", "1gbit", "10gbit"])
-    arguments.add_argument("--delays", type=float, nargs="+", default=[0, 0.1, 20], help="in ms, one way")
+    arguments.add_argument("--delays", type=float, nargs="+", default=[0, 0.1, 20], help="one-way delays, in ms")
     arguments.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
-    arguments.add_argument("--algorithms", nargs="*", default=[], metavar="NAME", help="forced beside the choice")
+    arguments.add_argument(
+        "--algorithms", nargs="*", default=[], metavar="NAME", help="algorithms to force in additional groups"
+    )
     arguments.add_argument("--wires", nargs="*", default=[], choices=["bf16", "int8", "int4"])
     options = arguments.parse_args()
     rows: list[dict[str, object]] = []

@@ -4,7 +4,7 @@
 
 There is one rank, so nothing is sent over a network: the benchmark measures the cost of hooks, buckets, streams and
 calls. The model is a transformer with 124 M parameters in bfloat16. The bare module and the two wrappers alternate, a
-few steps each; CUDA events around a step measure the duration of everything that the step enqueues in the stream. The
+few steps each; CUDA events around a step measure the duration of everything that the step enqueues on the stream. The
 ratio is torch's step time divided by Paceline's; the goal is 1 or more.
 """
 

@@ -208,7 +208,7 @@ def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
     for name, default in (("ranks", 2), ("micro-batches", 8), ("width", 512), ("depth", 8), ("rounds", 7)):
         arguments.add_argument(f"--{name}", type=int, default=default)
-    arguments.add_argument("--no-torch", action="store_true", help="leave torch's own pipelining out")
+    arguments.add_argument("--no-torch", action="store_true", help="skip torch's own pipelining")
     options = arguments.parse_args()
     numbers = {name: getattr(options, name) for name in ("micro_batches", "width", "depth", "rounds")}
     rows = rows_of_ranks(rank_main, options.ranks, numbers, not options.no_torch)

@@ -34,12 +34,12 @@ def main() -> None:
     arguments.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4])
     arguments.add_argument("--per-host", type=int, nargs="+", default=[1, 2])
     arguments.add_argument("--rates", nargs="+", default=["100mbit", "300mbit"])
-    arguments.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0], help="in ms, one way")
+    arguments.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0], help="one-way delays, in ms")
     arguments.add_argument("--algorithms", nargs="+", default=["ring", "halving_doubling", "hierarchical"])
     arguments.add_argument("--models", nargs="*", default=MODELS, choices=MODELS)
-    arguments.add_argument("--sizes", type=float, nargs="*", default=[1, 4], help="of all-reduces, in MiB")
-    arguments.add_argument("--steps", type=int, default=10, help="of a training")
-    arguments.add_argument("--repeats", type=int, default=3, help="of each point")
+    arguments.add_argument("--sizes", type=float, nargs="*", default=[1, 4], help="all-reduce sizes, in MiB")
+    arguments.add_argument("--steps", type=int, default=10, help="number of training steps")
+    arguments.add_argument("--repeats", type=int, default=3, help="number of runs for each point")
     options = arguments.parse_args()
     grid = Grid(
         hosts=tuple(options.hosts),

@@ -100,7 +100,7 @@ def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
-    arguments.add_argument("--no-steps", action="store_true", help="leave FSDP2 out")
+    arguments.add_argument("--no-steps", action="store_true", help="skip FSDP2")
     options = arguments.parse_args()
     import paceline
 

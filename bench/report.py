@@ -18,7 +18,7 @@ from typing import TypedDict
 
 Rows = Sequence[dict[str, object]]
 
-_NAMED = ("paceline", "torch", "numpy", "mpi4py")  # the packages whose versions a result names
+_NAMED = ("paceline", "torch", "numpy", "mpi4py")  # the packages whose versions a result lists
 
 
 class Spread(TypedDict):

@@ -4,8 +4,8 @@
     python bench/run.py --list
 
 `make bench` runs the names in `usual`, `make bench BENCH="ddp store"` runs the given names, and `make figures` only
-draws. The result of a benchmark that succeeded is kept as NAME.json in `bench/results`. With --results the results are
-kept in another folder, and nothing is drawn.
+draws the tables and pictures. The result of a benchmark that succeeded is kept as NAME.json in `bench/results`. With
+--results the results are kept in another folder, and nothing is drawn.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def run(name: str, folder: Path) -> bool:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    arguments.add_argument("names", nargs="*", metavar="NAME", help="usual, all, or any that --list names")
-    arguments.add_argument("--results", type=Path, metavar="FOLDER", help="keep the results there, and draw nothing")
+    arguments.add_argument("names", nargs="*", metavar="NAME", help="usual, all, or names from --list")
+    arguments.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="keep the results in FOLDER, and draw nothing"
+    )
     arguments.add_argument("--list", action="store_true", help="list the benchmarks")
     options = arguments.parse_args()
     if options.list:

@@ -77,7 +77,7 @@ def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    arguments.add_argument("--rounds", type=int, default=ROUNDS, help="how often each takes its turn")
+    arguments.add_argument("--rounds", type=int, default=ROUNDS, help="number of turns of each contestant")
     options = arguments.parse_args()
     rows = rows_of_ranks(rank_main, options.ranks, options.ranks, options.models, options.rounds)
     show(f"A training step on {options.ranks} ranks of one thread, with a shard each", rows, options.json)

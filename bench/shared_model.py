@@ -122,7 +122,7 @@ def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=[*MODELS, "CNN", "200 tiny layers"])
-    arguments.add_argument("--steps", type=int, default=60, help="of each contestant")
+    arguments.add_argument("--steps", type=int, default=60, help="number of steps of each contestant")
     options = arguments.parse_args()
     import paceline as dist
 

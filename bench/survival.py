@@ -56,9 +56,11 @@ def simulated(workers: int, times: object) -> list[float]:
 
 def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
-    arguments.add_argument("--workers", type=int, nargs="+", default=[4, 5, 6], help="whose pauses are predicted")
-    arguments.add_argument("--kills", type=int, default=30, help="with each number of workers")
-    arguments.add_argument("--steps", type=int, default=1500, help="of a job")
+    arguments.add_argument(
+        "--workers", type=int, nargs="+", default=[4, 5, 6], help="numbers of workers whose pauses are predicted"
+    )
+    arguments.add_argument("--kills", type=int, default=30, help="number of kills for each number of workers")
+    arguments.add_argument("--steps", type=int, default=1500, help="number of steps in a job")
     options = arguments.parse_args()
     from paceline import _core
     from paceline.operate.plan.simulated_job import EventTimes

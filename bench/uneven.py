@@ -120,7 +120,7 @@ def main() -> None:
     arguments.add_argument("--sizes", type=int, nargs="+", default=[8 << 20], metavar="BYTES")
     arguments.add_argument("--fast", default="400mbit", metavar="RATE")
     arguments.add_argument("--slow", default="100mbit", metavar="RATE")
-    arguments.add_argument("--measured", action="store_true", help="do not say which links differ")
+    arguments.add_argument("--measured", action="store_true", help="do not describe the links")
     options = arguments.parse_args()
     rows: list[dict[str, object]] = []
     for name in options.cases:

@@ -138,9 +138,9 @@ def main() -> None:
     arguments.add_argument("--stall-after", type=float, default=15.0)
     arguments.add_argument("--healthy", type=int, default=5)
     arguments.add_argument("--busy-for", type=float, default=25.0)
-    arguments.add_argument("--at-once", type=int, default=1, help="so many runs side by side")
+    arguments.add_argument("--at-once", type=int, default=1, help="number of concurrent runs")
     arguments.add_argument("--torch", action="store_true")
-    arguments.add_argument("--show", action="store_true", help="print what was said")
+    arguments.add_argument("--show", action="store_true", help="print the launcher's messages")
     options = arguments.parse_args()
     cases = [
         Case(fault, ranks, hosts)

@@ -112,7 +112,9 @@ def speeds(wire: str) -> dict[str, object]:
 
 def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
-    arguments.add_argument("--steps", type=int, default=200, help="of training before gradients are taken")
+    arguments.add_argument(
+        "--steps", type=int, default=200, help="number of training steps before the gradients are taken"
+    )
     options = arguments.parse_args()
     torch.set_num_threads(1)
     show("Throughput of packing and unpacking", [speeds(wire) for wire in WIRE_CODES], None)

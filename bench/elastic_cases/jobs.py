@@ -1,4 +1,4 @@
-"""Jobs that run beside the benchmark, each in its own directory. Closing a job stops all its processes."""
+"""Jobs that run alongside the benchmark, each in its own directory. Closing a job stops all its processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Kills a worker; measures how long the replacement takes to join and how much it slows down the other workers.
 
 If all cores are busy, the other workers slow down whenever another process starts. As a lower bound for the slowdown,
-the same loop runs beside an unrelated process that uses the same share of a core as the replacements.
+the same loop runs alongside an unrelated process that uses the same share of a core as the replacements.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ def seconds_of_a_shard(network: Network, samples: Samples, size: int) -> float:
 def main() -> None:
     parser = arguments()
     parser.add_argument("--shards", type=int, default=SHARDS)
-    parser.add_argument("--batch", type=int, default=BATCH, help="samples of a shard")
-    parser.add_argument("--ballast", type=int, default=0, metavar="MIB", help="of additional state")
+    parser.add_argument("--batch", type=int, default=BATCH, help="number of samples per shard")
+    parser.add_argument("--ballast", type=int, default=0, metavar="MIB", help="size of the additional state")
     parser.add_argument("--no-tally", action="store_true", help="do not count how often each sample was used")
-    parser.add_argument("--times", type=float, nargs="+", default=[], help="how many times slower each slot is")
+    parser.add_argument("--times", type=float, nargs="+", default=[], help="slowdown factor of each slot")
     parser.add_argument("--cgroups", nargs="+", default=[], help="the cgroup of each slot")
     options = parser.parse_args()
     slot = int(os.environ.get("RANK", "0"))

@@ -32,7 +32,9 @@ class Count:
 
 def main() -> None:
     parser = arguments()
-    parser.add_argument("--ballast", type=int, default=0, metavar="MIB", help="of parameters that are not trained")
+    parser.add_argument(
+        "--ballast", type=int, default=0, metavar="MIB", help="size of the parameters that are not trained"
+    )
     options = parser.parse_args()
     slot = int(os.environ.get("RANK", "0"))
     torch.set_num_threads(1)

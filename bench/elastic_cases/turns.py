@@ -14,7 +14,7 @@ _HELLO, _SECONDS = struct.Struct("16s"), struct.Struct("d")
 
 
 class Turn:
-    """The worker's side: the loop waits before each turn and reports how long the turn took."""
+    """A worker's connection to the benchmark: the worker waits before each turn and reports how long the turn took."""
 
     def __init__(self, directory: str, job: str) -> None:
         self._connection = socket.socket(socket.AF_UNIX)
@@ -32,7 +32,7 @@ class Turn:
 
 
 class Turns:
-    """The benchmark's side.
+    """The benchmark's connections to the workers of all jobs.
 
     Args:
         directory: The directory of the socket to which workers connect.

@@ -14,7 +14,7 @@ Outputs = list[torch.Tensor]
 
 
 class Call(Protocol):
-    """A collective of either library. Returns the written tensors, and a work object if the call is asynchronous."""
+    """A collective of either library; returns the tensors that it writes and, if it is asynchronous, a work object."""
 
     def __call__(
         self, on: ModuleType, here: Session, x: torch.Tensor, op: str, **options: bool

@@ -25,7 +25,7 @@ def _reduced(here: Session) -> torch.Tensor:
 
 
 def _error_of(call: Callable[[], object], limit_s: float) -> tuple[BaseException, float]:
-    """Repeats a call until it raises; returns the error and the seconds until then."""
+    """Repeats a call until it raises an error; returns the error and the number of seconds until then."""
     started = time.perf_counter()
     while time.perf_counter() - started < limit_s:
         try:

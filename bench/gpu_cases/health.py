@@ -18,7 +18,7 @@ def ours(setting: Setting) -> None:
 
 
 def theirs(setting: Setting) -> None:
-    """Does the same with torch.distributed; if this fails, the cause is not in Paceline."""
+    """Does the same with torch.distributed; if this fails, Paceline is not the cause."""
     with session(setting, ours=False) as here:
         tensor = torch.full((1 << 20,), here.rank + 1.0, device=here.reference_device)
         torch_dist.all_reduce(tensor)

@@ -56,7 +56,7 @@ def powers_start() -> hooks.PowerSGDState:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train.
+    """A training configuration.
 
     Attributes:
         dtype: The type of parameters and inputs.

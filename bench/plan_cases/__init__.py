@@ -1,1 +1,1 @@
-"""The measurements of `bench/plan.py`: `programs.py` runs on the ranks; `grid.py` has the points and their errors."""
+"""The measurements of `bench/plan.py`: `programs.py` runs on the ranks; `grid.py` has the points and errors."""

@@ -245,7 +245,7 @@ def diloco(results: Results) -> str:
     result = results["diloco"]
     rows = result.rows()
     exact = next(row["held-out loss"] for row in rows if row["method"] == "DDP")
-    names = {"alone": "each rank alone", "DDP": "exact data parallel training"}
+    names = {"alone": "each rank alone", "DDP": "exact data-parallel training"}
 
     named = renamed("method", names)
 

@@ -61,7 +61,7 @@ def picture(title: str, panels: int, paint: Any, width: float = 8.0, height: flo
     Args:
         title: The alternative text for readers who cannot see the picture.
         panels: The number of axes, side by side.
-        paint: A function that draws, given the axes.
+        paint: A function that draws on the given axes.
         width: The width in inches.
         height: The height in inches.
     """

@@ -46,9 +46,9 @@ ENGLISH = Words(
     of_line_too=" ({of:.0f}%)",
     others="With `paceline run`, two ranks finish their first all-reduce after {ours:.1f} s; with torchrun, after "
     "{theirs:.1f} s. Programs\n"
-    'that use `torch.distributed` also become faster: with `init_process_group("paceline")`, an all-reduce of 4 B is\n'
-    "{small:.0f} times as fast as with gloo, an all-reduce of 64 MiB is {large:.0f} times as fast, and a step of FSDP2 "
-    "is {step:.1f} times as\nfast.",
+    'that use `torch.distributed` also become faster: with `init_process_group("paceline")`, a 4 B all-reduce is\n'
+    "{small:.0f} times as fast as with gloo, a 64 MiB all-reduce is {large:.0f} times as fast, and an FSDP2 step is "
+    "{step:.1f} times as fast.",
 )
 
 CHINESE = Words(

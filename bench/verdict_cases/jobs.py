@@ -29,7 +29,7 @@ _EVERY_S = 0.01  # interval at which output and memory are checked; the resoluti
 
 @dataclass(frozen=True)
 class Said:
-    """The output of a job, and the time in seconds from the fault to a sufficient sentence (None without one)."""
+    """The output of a job, and the time in seconds from the fault to a sufficient sentence, if there was one."""
 
     text: str
     after_s: float | None

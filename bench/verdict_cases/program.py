@@ -36,14 +36,14 @@ class Stuck(Dataset[int]):
 
 
 def work(seconds: float) -> None:
-    """Computes."""
+    """Multiplies matrices for the given time, as an evaluation would."""
     matrix, end_s = torch.ones(128, 128), time.monotonic() + seconds
     while time.monotonic() < end_s:
         matrix @ matrix
 
 
 def save(directory: Path, seconds: float) -> None:
-    """Writes checkpoints."""
+    """Writes checkpoints for the given time."""
     tensor, end_s = torch.ones(1 << 22), time.monotonic() + seconds
     while time.monotonic() < end_s:
         with open(directory / "checkpoint", "wb") as file:
@@ -52,7 +52,7 @@ def save(directory: Path, seconds: float) -> None:
 
 
 def compile_something(seconds: float) -> None:
-    """Waits for a subprocess that computes, as a compiler would."""
+    """Waits for a subprocess that is busy for the given time, as a compiler would be."""
     import subprocess
 
     code = f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
@@ -94,7 +94,7 @@ def dump_later(directory: Path, rank: int) -> None:
 
 
 def main() -> None:
-    """Trains."""
+    """Forms the process group and trains."""
     library, fault, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     dist: Any
     if library == "torch":
