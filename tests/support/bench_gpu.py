@@ -1,4 +1,4 @@
-"""Imports `bench/gpu.py` under another name, because the folder `tests/gpu` is a module of the same name for pytest."""
+"""Imports `bench/gpu.py` under another name, because pytest imports the folder `tests/gpu` as a module named `gpu`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 _BENCH = Path(__file__).parents[2] / "bench"
 if str(_BENCH) not in sys.path:
-    sys.path.append(str(_BENCH))  # after tests, because both have a module `hosts`
+    sys.path.append(str(_BENCH))  # after `tests`, because both folders contain a module `hosts`
 
 _spec = importlib.util.spec_from_file_location("bench_of_gpus", _BENCH / "gpu.py")
 assert _spec is not None and _spec.loader is not None
 gpu = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = gpu  # dataclasses look up their module
+sys.modules[_spec.name] = gpu  # dataclasses look up their own module in `sys.modules`
 _spec.loader.exec_module(gpu)

@@ -1,7 +1,7 @@
 """Two ranks on different hosts that copy their parts of a small state into both hosts' vaults.
 
-As a program (`python checkpoint_copies.py DIRECTORY`), it kills chosen ranks when they reach each failpoint of a copy
-for the n-th time, for every n, and prints one line of JSON.
+Run as a program (`python checkpoint_copies.py DIRECTORY`), it kills chosen ranks at each failpoint of a copy, at their
+n-th arrival for every n, and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PipeChannel:
 
 
 def copying_of(step: int, rank: int, keep: str | None, addresses: Sequence[str]) -> Replication:
-    """Returns the replication of a rank's part, in which the vault of the rank's own host is the first one."""
+    """Returns the replication of a rank's part; the vault on the rank's own host is the first in its list."""
     draft = Draft(f"step_{step:010d}", "", step, step, f"t{step}")
     values = encode({"step": step})
     assert isinstance(values, dict)
@@ -132,7 +132,7 @@ class Outcome:
 
 
 def copy_by_both(step: int, keep: str | None, addresses: Sequence[str], orders: str = "") -> Outcome:
-    """Copies with two processes; `orders` are failpoints for the ranks "0" and "1"."""
+    """Copies with two processes; `orders` lists failpoints for the ranks "0" and "1"."""
     ends = Pipe()
     pids = []
     for rank in range(WORLD_SIZE):

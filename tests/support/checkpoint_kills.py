@@ -112,7 +112,7 @@ def sweep(directory: Path, killed: set[int]) -> dict[str, int]:
 
 
 def prepare(root: Root, step: int) -> None:
-    """Saves without a kill. This removes old files and leaves new ones, so that each later save does the same work."""
+    """Saves without killing a process: new files replace old ones, so that later saves all do the same work."""
     save_alone(root, step)
     root.retire(KEEP)
     assert not [name for name in root.storage.names() if name.startswith(".")]

@@ -1,4 +1,4 @@
-"""A small state of two ranks that differs in each step, with functions to save it and to identify the saved step."""
+"""A small state on two ranks, different in each step, with functions to save it and to identify the saved step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def floats(step: int, count: int) -> bytes:
 
 
 def pieces(step: int, rank: int) -> list[WriteItem]:
-    """Returns a rank's pieces: the weight is sharded by rows, rank 1 has the bias, the average is sharded by column."""
+    """Returns a rank's pieces: the weight is sharded by row, the average by column, and rank 1 has the bias."""
     half = SHAPE[0] * SHAPE[1] // 2
     return [
         WriteItem("model/weight", "F32", SHAPE, Flat(rank * half, (rank + 1) * half), floats(step, half)),
@@ -43,7 +43,7 @@ def save(root: Root, step: int) -> str:
 
 
 def steps_in(root: Root, name: str) -> set[float]:
-    """Returns the distinct numbers in all checkpoints of a root."""
+    """Returns the distinct numbers in all checkpoints in a root directory."""
     with root.open(name) as checkpoint:
         return steps_in_checkpoint(checkpoint)
 

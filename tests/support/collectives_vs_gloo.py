@@ -1,4 +1,4 @@
-"""Compares Paceline with torch's gloo on random inputs, for every collective, type and reduction of gloo."""
+"""Compares Paceline with torch's gloo on random inputs, for every collective, type and reduction that gloo supports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BIT_OPS = ["BAND", "BOR", "BXOR"]
 def agree_with_gloo(
     file: str, algorithm: str | None, interface: str = "lo", backend: str | None = None, rounds: int = 1
 ) -> int:
-    """Compares calls in `rounds` rounds of different sizes, roots and values; returns the number of compared calls."""
+    """Compares calls in `rounds` rounds with different sizes, roots and values; returns the number of calls."""
     dist.init_process_group(backend, algorithm=algorithm)
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["GLOO_SOCKET_IFNAME"] = interface

@@ -20,7 +20,7 @@ WIDTH, HIDDEN, VOCABULARY = 7, 10, 11
 
 
 class Block(nn.Module):
-    """A block with sizes that are not divisible by most numbers of ranks."""
+    """A block whose sizes are not divisible by most numbers of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A network whose layers have names that differ from those that a pipeline assigns."""
+    """A network whose layer names differ from those that a pipeline assigns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def divided(layout: Layout, groups: Sequence[ProcessGroup], dtype: torch.dtype =
     """Returns a rank's part of an untrained model and its optimizer; `groups` are the mesh's groups."""
     replicas, stages, parts = groups
     model = built(dtype)
-    nn.init.zeros_(model.head.weight)  # values that reveal parameters that were not loaded
+    nn.init.zeros_(model.head.weight)  # remains zero if the weight is not loaded
     whole: nn.Module = model
     if layout.parts > 1:
         dist.parallelize_module(model, parts, plan(), src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Extracts the code that a reader may copy from the README and docs, with its location."""
+"""Extracts the code that readers might copy from the README and docs, with its location."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def meaning(block: Block) -> list[str]:
 
 
 def commands(page: Path) -> list[tuple[Block, list[str]]]:
-    """Returns the words of each simple command in a page's blocks. If some lines have prompts, others are output."""
+    """Returns the words of each simple command in a page's blocks, omitting output if there are prompts."""
     found = []
     for block in [*blocks(page, "sh", "bash", "console", ""), *indented(page)]:
         lines = block.text.replace("\\\n", " ").split("\n")
@@ -118,7 +118,7 @@ def _simple_commands(line: str) -> Iterator[list[str]]:
 
 
 def call_of_paceline(words: list[str]) -> list[str] | None:
-    """Returns the arguments of `paceline`, possibly after variables and other launchers, or None without a call."""
+    """Returns the arguments of `paceline`, even after variables or another launcher; None if it is not called."""
     words = [*words]
     while words and re.match(r"^[A-Z_]+=", words[0]):
         words.pop(0)
@@ -132,7 +132,7 @@ def call_of_paceline(words: list[str]) -> list[str] | None:
 
 
 def calls_in_prose(page: Path) -> Iterator[tuple[int, list[str]]]:
-    """Returns the words after `paceline` in the backticks of a page, with line numbers."""
+    """Returns the words after `paceline` in a page's backticks, with line numbers."""
     for at, line in enumerate(prose(page).split("\n")):
         for quoted in _IN_PROSE.findall(line):
             if quoted.startswith("paceline ") and "..." not in quoted:
@@ -140,7 +140,7 @@ def calls_in_prose(page: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def names_in_prose(page: Path, module: str) -> Iterator[tuple[int, str]]:
-    """Returns the names `module.name` in the backticks of a page, with line numbers."""
+    """Returns the names `module.name` in a page's backticks, with line numbers."""
     for at, line in enumerate(prose(page).split("\n")):
         for quoted in _IN_PROSE.findall(line):
             for name in re.findall(rf"(?<![\w./-]){module}\.(\w+(?:\.[a-zA-Z]\w*)*)(?![\w/])", quoted):

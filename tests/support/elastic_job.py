@@ -76,9 +76,9 @@ def run(
         workers: The number of workers.
         failpoints: Failpoints; see `paceline.train.elastic.failpoints`.
         policy: The settings of the coordinator.
-        replaces: True if workers that die are replaced.
+        replaces: True to replace workers that die.
         timeout_s: The number of seconds after which the job is killed and the test fails.
-        meddle: A function that is called about every 10 ms, to kill and stop workers.
+        meddle: A function that is called about every 10 ms and may kill or stop workers.
     """
     with_job = Job(program, arguments, workers, failpoints, policy, replaces)
     try:

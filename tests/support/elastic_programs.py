@@ -30,8 +30,8 @@ def train(
 ) -> str:
     """Trains a network with batch normalization and dropout, and evaluates it after each epoch.
 
-    A step takes `step_s` longer outside the shards, and each shard takes `shard_s` longer; the state is larger by
-    `ballast_mib`. With fewer than `complete` workers, steps are slow, so that missing workers join before the end.
+    Each step is delayed by `step_s`, and each shard by `shard_s`; the state is larger by `ballast_mib`. With fewer than
+    `complete` workers, steps are slow, so that missing workers join before the end.
     """
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ def train(
 
 
 def train_with_a_slow_newcomer(newcomer: str, *arguments: Any) -> tuple[str, list[bool]]:
-    """Trains as `train` does, but a newcomer forms a planned view only after replaying two more rounds of the others.
+    """Trains as `train` does, but a newcomer forms a planned view only after replaying two more of the others' rounds.
 
     Returns:
         The digest, and for each planned view of the newcomer, True if the others continued in the meantime.

@@ -38,7 +38,7 @@ class Center(nn.Module):
 
 
 class Counted(nn.Module):
-    """A network with a parameter `used`, whose gradient is the share of each sample in the step's mean."""
+    """A network with a parameter `used`, whose gradient is each sample's share in the step's mean."""
 
     def __init__(self, centers: bool) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def dataset() -> TensorDataset:
 
 
 class Stream(IterableDataset):
-    """The same samples, which can only be read sequentially."""
+    """The same samples as a stream, which can only be read sequentially."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yields the samples."""

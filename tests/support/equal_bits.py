@@ -1,4 +1,4 @@
-"""A proof that all ranks end with the same bits, by executing their schedules on symbolic terms."""
+"""Proves that all ranks end with the same bits, by executing their schedules on symbolic terms."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class StreamWork(dist.Work):
         return self._future
 
     def boxed(self) -> Any:
-        _kept.add(self)  # PyTorch's side alone would not keep this reference
+        _kept.add(self)  # PyTorch alone would not keep this Python object alive
         return super().boxed()
 
 
@@ -89,7 +89,7 @@ _kept: set[StreamWork] = set()
 
 
 class _Lane:
-    """A gloo group with a stream, on which its calls run in order."""
+    """A gloo group and the stream on which its calls run in order."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
@@ -136,7 +136,8 @@ class FakeDeviceGroup(dist.ProcessGroup):
     def _lane(self, device: torch.device, between: tuple[int, int] | None = None) -> _Lane:
         name = (device, between)
         if name not in self._lanes:
-            # Ranks may use different devices, so each rank numbers its own devices for the store.
+            # The keys in the store contain the number of the lane, because ranks may use devices with different
+            # indices.
             number = sum(each[1] == between for each in self._lanes)
             if between is None:
                 group = _gloo(dist.PrefixStore(f"all/{number}", self._store), self._rank, self._size)
@@ -177,11 +178,11 @@ class FakeDeviceGroup(dist.ProcessGroup):
                 self._finish(name, call(*on_host))
                 if after is not None:
                     after()
-            except BaseException as error:  # like a communicator's error, it belongs to the group
+            except BaseException as error:  # stored for the group, like a communicator's error
                 self.failure = self.failure or error
 
         call = getattr(lane.group, name)
-        if name == "_reduce_scatter_base":  # gloo's version, also an all_reduce, completes only in `wait`
+        if name == "_reduce_scatter_base":  # gloo's own, also an all_reduce, only completes in `wait`
             call = lane.group.allreduce
             output, given, options = on_host
             sums = [torch.empty_like(given)]

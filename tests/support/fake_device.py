@@ -97,8 +97,8 @@ def load(devices: int = 2) -> None:
     _prefer_compiled_shapes()
 
 
-# Operators whose shapes only Python functions compute. For other operators, such a function would override the compiled
-# one, which is faster and does not import PyTorch's compiler.
+# Operators whose output shapes are computed only by Python functions. For other operators, such a function would
+# override the compiled one, which is faster and does not import PyTorch's compiler.
 _SHAPES = (
     "convolution",
     "convolution_backward",

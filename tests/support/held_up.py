@@ -30,7 +30,7 @@ def wait_for_the_stopped(way: str, pair: dist.ProcessGroup, limit: timedelta) ->
 
 
 def begin_and_stop(directory: str, waiter: int, algorithm: str | None = None) -> dist.ProcessGroup | NonMember:
-    """Starts a job and stops rank 3; returns the group of rank 3 and rank `waiter`."""
+    """Starts a job and stops rank 3; returns a group of ranks 3 and `waiter`."""
     dist.init_process_group(timeout=LONG, algorithm=algorithm)
     pair = dist.new_group([waiter, STOPPED])
     dist.barrier()
@@ -55,7 +55,7 @@ def be_held_up(directory: str, way: str, waiter: int, algorithm: str | None = No
 
 
 def told_of(run: World, directory: str, waiter: int) -> list[str]:
-    """Runs the world of `be_held_up`; returns the messages of the ranks that waited for `waiter`."""
+    """Runs `be_held_up` in a world; returns the error messages of the ranks that waited for `waiter`."""
     others = [number for number in range(STOPPED) if number != waiter]
     await_word(directory, "about to be stopped")
     wait_until(lambda: state_is_stopped(run.pids[STOPPED]))

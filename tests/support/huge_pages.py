@@ -9,7 +9,7 @@ import ctypes
 import gc
 
 _SIZE = 2 << 20  # the size of a huge page on x86-64, and on arm64 with 4 KiB pages
-_MADV_COLLAPSE = 25  # Linux 6.1; older kernels return EINVAL
+_MADV_COLLAPSE = 25  # added in Linux 6.1; older kernels return EINVAL
 
 
 def _collapse() -> None:

@@ -19,7 +19,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 
 
 # The import line for scripts that need only a rendezvous. The launcher does not recognize this import when it parses
-# the script. Therefore, it does not import torch before it forks workers, which would take most of the time.
+# the script, so it does not import torch before it forks workers. Importing torch would take most of the time.
 MEET = 'rendezvous = __import__("paceline.comm.rendezvous.rendezvous", fromlist=["rendezvous"]).rendezvous'
 
 
@@ -90,7 +90,7 @@ def is_alive(pid: int) -> bool:
 
 
 def sleep_for_a_while(*pids: int) -> bool:
-    """Returns True if these processes or threads sleep or have exited at every check for some time."""
+    """Returns True if these processes or threads are asleep or have exited at every check for some time."""
     for _ in range(10):
         if not all(state_of(pid) in "SZ" for pid in pids):
             return False

@@ -61,7 +61,7 @@ ATTEMPTS: tuple[Callable[[socket.socket], None], ...] = (
 
 
 def try_each_way(listener: ListeningSocket) -> dict[str, str]:
-    """Attempts to connect in each way; returns the rejection of each attempt. A successful attempt is an error."""
+    """Makes each kind of connection attempt; returns the rejections. An accepted attempt is an error."""
 
     def attempt(way: Callable[[socket.socket], None]) -> tuple[str, str]:
         with connect_to(listener) as connection:

@@ -23,7 +23,7 @@ class Rank:
     """A rank: its training run, and the messages that its thread has received."""
 
     scheduler: ExchangeScheduler
-    step_s: list[float]  # duration of each step of its loop
+    step_s: list[float]  # duration of each step in its loop
     decided: int = 0
     outcomes: dict[int, Participants] = field(default_factory=dict)
     used: list[int] = field(default_factory=list)

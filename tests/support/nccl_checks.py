@@ -1,4 +1,4 @@
-"""Checks the results of the nccl engine, whatever the type of the default device."""
+"""Checks the results of the nccl engine on any type of default device."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def use_groups(rank: int, size: int) -> None:
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == ([2.0, 2.0] if rank in (0, 2) else [1.0, 1.0])
     with pytest.raises(ValueError, match="the algorithm is 'ring', but nccl chooses its own"):
-        # With a mixed backend, the first call on a device opens the group there.
+        # With a mixed backend, the first call on a device creates the group's communicator for that device.
         dist.all_reduce(torch.ones(1), group=dist.new_group(algorithm="ring"))
 
 

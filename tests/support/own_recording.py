@@ -11,6 +11,6 @@ from paceline.operate.diagnosis.recording_reader import read
 
 
 def mine() -> ProcessRecording:
-    """Returns the recording of this process so far."""
+    """Returns this process's recording so far."""
     (path,) = Path(directory_of_files()).glob(f"*-{os.getpid()}.record")
     return read(path)

@@ -1,4 +1,4 @@
-"""A program whose calls are recorded, and which runs in a separate process."""
+"""A program that runs in a separate process, where its calls are recorded."""
 
 from __future__ import annotations
 

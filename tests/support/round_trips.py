@@ -64,7 +64,7 @@ def made(tree: Any, number: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Converts to comparable values that are the same for an object and for its state."""
+    """Converts a value to a comparable form, which is the same for an object and for its state."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().view(-1)
         return "tensor", str(value.dtype), tuple(value.shape), flat.view(torch.uint8).tolist()

@@ -68,7 +68,7 @@ class Loop:
             self.schedule.step()
 
     def contents(self) -> Contents:
-        """Returns, on rank 0, the whole state that one rank would have without sharding, and a part on other ranks."""
+        """Returns the whole state on rank 0, as one rank would have it without sharding, and a part elsewhere."""
         found: dict[str, Any] = {}
         module = self.model.module
         if self.kind in ("zero3", "one copy"):

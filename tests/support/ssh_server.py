@@ -1,7 +1,7 @@
 """A private sshd on the loopback interface with its own keys; tests that use `ssh_server` are skipped without sshd.
 
-sshd is Debian's, from the PATH or from the virtual environment, where the Makefile puts it. As root, sshd requires a
-user and a directory that only an installation creates. A mount namespace provides both.
+sshd is Debian's, from the PATH or from the virtual environment, where the Makefile installs it. As root, sshd requires
+a user and a directory that only an installation creates. A mount namespace provides both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs for tensors that are staged in host memory, on the device `HERE`; they require small chunks."""
+"""Programs that stage tensors on the device `HERE` in host memory; they require a small chunk size."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _SEQUENCES = re.compile(r"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b.|([\r\n])|([^\x1b\r\n
 
 
 def look(shown: str) -> list[str]:
-    """Returns the visible rows of text, given the few control sequences that the launcher and its workers use."""
+    """Returns the visible rows of text, interpreting the control sequences that the launcher and workers use."""
     rows, row, column = [""], 0, 0
     for parameter, final, newline, text in _SEQUENCES.findall(shown):
         if text:

@@ -37,7 +37,7 @@ def use() -> None:
 
 @contextlib.contextmanager
 def told(**settings: object) -> Iterator[None]:
-    """Makes groups fail in this context: `refuses` and `loses` are operations, and `reports` is a library error."""
+    """Makes groups fail in this context: the operation `refuses` or `loses`, or with the error `reports`."""
     _settings.update(settings)
     try:
         yield
@@ -61,7 +61,7 @@ def construct(store: TorchStore, rank: int, size: int) -> OwnedProcessGroup:
 
 
 def create_for_extension(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:
-    """Has the signature that `torch.distributed.Backend.register_backend` requires of an extension."""
+    """Creates a group; `torch.distributed.Backend.register_backend` requires this signature for extensions."""
     CALLS.append("construct")
     options = c10d.ProcessGroupGloo._Options()
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]

@@ -36,7 +36,7 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
 def average_gradients(
     module: nn.Module, losses: Callable[[nn.Module], Iterable[torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Returns the required gradients: the average of the gradients of `losses(module)`, which has one loss per rank."""
+    """Returns the required gradients: the average over ranks, with one loss per rank in `losses(module)`."""
     reference = copy.deepcopy(module)
     sums: dict[str, torch.Tensor] = {}
     for loss in losses(reference):

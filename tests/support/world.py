@@ -98,7 +98,7 @@ def _run(
 
 
 def _let_the_server_end() -> None:
-    """Closes this process's end of the fork server's lifeline, so the server and its ranks exit with pytest."""
+    """Closes this process's end of the fork server's lifeline, so that the server and its ranks exit with pytest."""
     lifeline = forkserver._forkserver._forkserver_alive_fd
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), lifeline, inheritable=False)
@@ -182,7 +182,7 @@ class World:
             self.processes[rank].join(_LEAVING_S)
 
     def _killed(self, ranks: Iterable[int]) -> list[str]:
-        """Returns the exit codes of ranks that died without a result, which other ranks' errors do not contain."""
+        """Returns the exit codes of ranks that died without a result, which no other rank's error contains."""
         dead = {rank: code for rank in ranks if (code := self.processes[rank].exitcode) is not None}
         return [f"rank {rank} died with exit code {code}" for rank, code in dead.items()]
 

@@ -66,7 +66,7 @@ class Launcher:
     coordinator: Coordinator | None = None
     candidacy: Candidacy | None = None
     followers: dict[int, Link] = field(default_factory=dict)
-    waiting: list[tuple[Link, str, tuple[Any, ...]]] = field(default_factory=list)  # reports that wait for the election
+    waiting: list[tuple[Link, str, tuple[Any, ...]]] = field(default_factory=list)  # reports held until the election
     ticking_s: float | None = None
     candidacies: int = 0
 

@@ -125,11 +125,11 @@ class Member:
         self.state = "boot"  # boot, ready, learning, following, called, forming, working, idle, broken, done, dead
         self.round, self.digest = NO_STATE, 0
         self.group: Group | None = None
-        self.heard = 0  # the largest number of a view or transfer received
+        self.heard = 0  # the largest number of a received view or transfer
         self.coming = 0  # the number of a planned view to which this worker is connecting in advance
         self.latest: View | None = None
         self.known: list[View] = []
-        self.is_receiver = False  # it has received the state, and is not in a view yet
+        self.is_receiver = False  # it has received the state, but is not in a view yet
         self.receiver = world.receiver(self)
         self.latest_transfer = 0
         self.transfers: list[StateTransfer] = []  # transfers that it must start
@@ -349,7 +349,7 @@ class Member:
             self.world.ended(self, code)
 
     def leave_group(self, *, is_agreed: bool = False) -> None:
-        """Leaves the view's group, which fails unless the exit is agreed and the world's `is_rude` is not set."""
+        """Leaves the view's group, which fails if the exit was not agreed upon or the world is `is_rude`."""
         group, self.group = self.group, None
         if group is not None and (not is_agreed or self.world.is_rude):
             group.fail()

@@ -96,7 +96,7 @@ class Realm(World):
             start_patience_s=1.0,
             return_patience_s=random.choice((0.0, 3.0)),
         )
-        self.cuts: dict[frozenset[str], int] = {}  # unreachable pairs: 1 for the launchers only, 2 for workers too
+        self.cuts: dict[frozenset[str], int] = {}  # unreachable pairs: 1 if only launchers, 2 if workers too
         self.launchers: dict[int, Launcher] = {}
         self.terms: dict[int, int] = {}
         self.elections = 0
@@ -206,7 +206,7 @@ class Realm(World):
     # Links.
 
     def reach(self, one: Site, other: Site, level: int = 1) -> bool:
-        """Returns True if two machines can reach each other: their launchers (level 1), or also their workers (2)."""
+        """Returns True if two machines' launchers (level 1), or also their workers (level 2), can reach each other."""
         if one is other:
             return True
         return (
@@ -456,7 +456,7 @@ class Realm(World):
                     self.silence(link)
 
     def reset(self, link: Link) -> None:
-        """A connection is dropped between its ends; messages in flight are lost."""
+        """The network resets a connection; messages in flight are lost."""
         link.is_open_below = False
         self.later(0.05, None, link.leader.drops, link, "reset")
         self.later(0.05, None, link.follower.lost, link, ConnectionLoss.RESET)
@@ -470,7 +470,7 @@ class Realm(World):
         self.notice_cuts()
 
     def notice_cuts(self) -> None:
-        """Breaks the groups of workers that can no longer reach each other, and starts the time-outs of launchers."""
+        """Breaks the groups of workers that can no longer reach each other, and starts the launchers' timeouts."""
         for group in self.groups.values():
             if not self.connects(group.arrived):
                 group.fail()
@@ -480,7 +480,7 @@ class Realm(World):
                     self.silence(link)
 
     def reconnect(self, deaths: float, times: int) -> None:
-        """Chooses new unreachable pairs of machines, kills some workers, and does so again later; finally heals all."""
+        """Makes new pairs of machines unreachable and kills some workers, several times; finally heals all pairs."""
         self.cuts.clear()
         names = [each.site.name for each in self.launchers.values() if each.lives]
         is_split, side = self.chance() < 0.6, {name for name in names if self.chance() < 0.5}

@@ -82,7 +82,7 @@ class Learner:
         return found
 
     def received(self, transfer: int) -> None:
-        """The learner has received the state, if a sender is left."""
+        """Called when the state has been received. Without a remaining sender, the member is ready again."""
         member = self.member
         if member.state != "learning" or transfer != self.transfer:
             return

@@ -61,11 +61,11 @@ class World:
         self.count = 0
         self.batch = random.choice((1, 2, 3))
         self.learns = self.chance() < 0.3  # newcomers receive the state while the others train
-        self.slowness_of_replay = random.choice((0.1, 0.5, 1.5))  # of a replayed round, relative to a computed one
+        self.slowness_of_replay = random.choice((0.1, 0.5, 1.5))  # of replayed rounds, relative to computed ones
         self.rounds = random.randint(1, 20 if self.learns else 3) * self.batch
         self.left_out_ends = self.chance() < 0.5  # a worker that a view excludes exits instead of joining again
         self.is_rude = self.chance() < 0.3
-        self.slowness = random.choice((0.2, 1.0, 1.0, 5.0))  # of messages, relative to the workers
+        self.slowness = random.choice((0.2, 1.0, 1.0, 5.0))  # slowness of messages relative to the workers
         number = sites or random.choice((1, 1, 2, 3))
         slots = [random.randint(1, 3 if number < 3 else 2) for _ in range(number)]
         min_workers = random.randint(1, max(1, sum(slots) - 1))
