@@ -1,4 +1,4 @@
-"""Updates the table of results in docs/nightly.md. Each part has the row of the latest run that included the part."""
+"""Updates the table of results in docs/nightly.md. Each part's row is from the latest run that included the part."""
 
 from __future__ import annotations
 

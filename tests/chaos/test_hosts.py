@@ -19,7 +19,7 @@ import paceline as dist
 
 TIMEOUT_S = 3
 PATIENT_S = 60  # the timeout if no call is expected to time out
-SILENCE_S = 9  # until a host that vanished is considered lost, whatever the timeout
+SILENCE_S = 9  # time until a host that vanished is considered lost, whatever the timeout
 BUSY_S = 20  # upper bound on a busy machine
 PAIR = [0, 3]
 EVENTS = ("kill", "stop", "cut", "kill two", "kill and stop", "a short stop", "a short cut")

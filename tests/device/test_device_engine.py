@@ -141,7 +141,7 @@ def a_late_rank_is_named_and_the_device_goes_on():
     if dist.get_rank() == 0:
         started = time.monotonic()
         dist.all_reduce(ones(), group=group)  # returns at once
-        torch.fake.synchronize(DEVICE)  # waits until the call is aborted
+        torch.fake.synchronize(DEVICE)  # returns when the call is aborted
         assert time.monotonic() - started > 0.9
         with pytest.raises(dist.CollectiveTimeoutError, match=r"rank 1 .*did not reach the call"):
             dist.all_reduce(ones(), group=group)

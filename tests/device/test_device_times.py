@@ -90,7 +90,7 @@ def steps_are_recorded_and_nothing_waits_for_it(rank: int) -> None:
         optimizer.step()
 
     waits = []
-    for is_paused in (False, True, False, True, False):  # the first steps connect, and learn the order of the buckets
+    for is_paused in (False, True, False, True, False):  # the first steps connect, and find the order of the buckets
         _core.pause_recording(is_paused)
         with torch.fake.counted() as counts:
             step()

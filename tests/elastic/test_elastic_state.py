@@ -100,7 +100,7 @@ def test_weights_make_it_the_mean_over_samples() -> None:
 def test_a_worker_may_be_killed_at_any_point(point: str, workers: tuple[str, ...]) -> None:
     fired = []
     for worker in workers:
-        count = 2 if point.startswith(("round", "batch", "mean")) else 1  # the others are reached once, if at all
+        count = 2 if point.startswith(("round", "batch", "mean")) else 1  # the others are reached at most once
         outcome = run(f"{worker}:{point}@{count}=kill")
         result = result_of(outcome)
         require_each_sample_once(result)

@@ -1,4 +1,4 @@
-"""Kills at every failpoint of an elastic worker: the result is bitwise equal to that of an undisturbed run."""
+"""Kills elastic workers at every failpoint: the result is bitwise equal to that of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_a_learner_catches_up_and_takes_part(undisturbed: str) -> None:
     assert entered.round > first.round, "the others have gone on meanwhile"
 
 
-# The suite uses one donor for each failpoint, in turn.
+# The suite uses one sender for each failpoint, in turn.
 DONOR_POINTS = [
     pytest.param(point, donor, marks=[pytest.mark.soak] if (at + number) % 2 else [])
     for at, point in enumerate([*POINTS_OF_SENDERS, *POINTS_OF_CHILDREN])

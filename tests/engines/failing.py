@@ -1,4 +1,4 @@
-"""Calls that fail, with any engine. After a call has failed, its group cannot be used."""
+"""Calls that fail with any engine. After a call has failed, its group cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that move tensors and objects, in a group of any engine."""
+"""Calls that move tensors and objects, in a group with any engine."""
 
 from __future__ import annotations
 

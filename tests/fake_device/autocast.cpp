@@ -1,5 +1,5 @@
-// Mixed precision: within `torch.autocast("fake")`, products of matrices have the lower precision and what loses by it
-// has float32, as on CUDA.
+// Mixed precision: within `torch.autocast("fake")`, matrix products run in the lower precision, and operators that
+// would lose accuracy in it run in float32, as on CUDA.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -8,7 +8,7 @@
 #include "runtime.hpp"
 
 namespace at::autocast {
-// Of ATen/autocast_mode.h, which takes long to compile.
+// Declared in ATen/autocast_mode.h, which takes long to compile.
 TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
 TORCH_API at::Tensor cached_cast(at::ScalarType to_type, const at::Tensor& arg, c10::DeviceType device_type);
 }  // namespace at::autocast

@@ -1,5 +1,5 @@
 // Registers the fake device with PyTorch: its guard (devices, streams, events), its hooks, its generators, and the
-// functions that `torch.fake` is made of.
+// functions that `torch.fake` calls.
 #include "device.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -37,7 +37,7 @@ Event* event_of(void* event) {
     return static_cast<Event*>(event);
 }
 
-// Without `override` where older versions of PyTorch do not have the function.
+// Functions that older versions of PyTorch do not have are declared without `override`.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return kType; }
     c10::Device exchangeDevice(c10::Device device) const override { return device_at(exchange_device(device.index())); }
@@ -197,7 +197,7 @@ DeviceNumbers::DeviceNumbers(int device, const torch::jit::Stack& arguments, tor
             return;
         }
     }
-    // The operator takes the CPU's generator, which lends it the state.
+    // The operator uses the CPU's default generator, which temporarily has the state of the device's generator.
     auto host = at::detail::getDefaultCPUGenerator();
     host_state_ = host.unsafeGetGeneratorImpl()->get_state();
     host.unsafeGetGeneratorImpl()->set_state(*own_.unsafeGetGeneratorImpl()->get_state());
@@ -243,7 +243,7 @@ TORCH_LIBRARY(fake_device, library) {
 
 extern "C" {
 
-// Has `stream` call a function of the host in its turn.
+// Makes `stream` call a host function, in stream order.
 void fake_launch(int device, int64_t stream, void (*function)(int64_t), int64_t argument) {
     fake::queue(device, stream).push([=] { function(argument); });
 }

@@ -1,4 +1,4 @@
-// The fake device as PyTorch knows it: what its operators and its registration share.
+// Declarations that the fake device's operators and its registration with PyTorch share.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -11,13 +11,15 @@ namespace fake {
 
 void resize_storage(const c10::Storage& storage, size_t nbytes);
 
-// The bytes of a tensor of the device, as a tensor of the CPU that keeps them. Whoever uses it has ordered that.
+// Returns a CPU tensor that shares the memory of a device tensor and keeps this memory allocated. The caller must order
+// accesses to it.
 at::Tensor host_alias(const at::Tensor& tensor);
 
-// The generator of a device's random numbers: the CPU's, with a state of its own.
+// Returns the generator of a device's random numbers: a CPU generator with its own state.
 const at::Generator& default_generator(int device);
 
-// While it lives, operators of the CPU draw from the device's generator, or from that of the call's arguments.
+// While an object of this class exists, CPU operators draw from the device's generator, or from the one among the
+// call's arguments.
 class DeviceNumbers {
   public:
     DeviceNumbers(int device, const torch::jit::Stack& arguments, torch::jit::Stack* stack);

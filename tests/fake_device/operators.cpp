@@ -1,6 +1,6 @@
-// The operators of the fake device: each runs PyTorch's CPU kernel on the bytes behind the device's addresses. Where
-// the shapes of the results can be found beforehand, it does so behind the host, as a job of the current stream;
-// otherwise the host waits for the stream and runs it.
+// The operators of the fake device. Each runs PyTorch's CPU kernel on the bytes behind the device's addresses. If the
+// shapes of the results can be computed in advance, the kernel runs asynchronously, as a job in the current stream.
+// Otherwise, the host waits for the stream and then runs the kernel.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
@@ -25,7 +25,7 @@ namespace {
 using c10::IValue;
 using torch::jit::Stack;
 
-// What is behind autograd and autocast, whatever the program has switched on for the CPU.
+// Disables autograd and autocast for a call, whatever the program has enabled for the CPU.
 struct BelowAutograd {
     c10::impl::ExcludeDispatchKeyGuard autograd{c10::autograd_dispatch_keyset_with_ADInplaceOrView};
     c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
@@ -76,15 +76,15 @@ at::Tensor with_storage(c10::Storage storage, c10::DispatchKeySet key, const at:
     return tensor;
 }
 
-// A number that takes part in the promotion of types as a number.
+// Marks `copy` as a wrapped number if `number` is one, because type promotion treats these differently from tensors.
 void keep_wrapped(const at::Tensor& number, const at::Tensor& copy) {
     if (number.unsafeGetTensorImpl()->is_wrapped_number()) {
         copy.unsafeGetTensorImpl()->set_wrapped_number(true);
     }
 }
 
-// The bytes of a tensor of the device as a tensor of the CPU. It does not keep them: a job that a program forgot to
-// order before the reuse of its memory must see that.
+// Returns a CPU tensor that shares the memory of a device tensor. It does not keep this memory allocated: if a program
+// fails to order a job before the reuse of its memory, the job must see the new contents.
 at::Tensor bytes_of(const at::Tensor& tensor) {
     const auto& storage = tensor.storage();
     c10::DataPtr pointer(Arena::get().shadow(storage.data_ptr().get()), c10::Device(c10::DeviceType::CPU));
@@ -104,7 +104,7 @@ at::Tensor shape_of(const at::Tensor& tensor) {
     return shape;
 }
 
-// Applies `change` to each tensor within a value.
+// Returns the value with `change` applied to each tensor in it.
 template <typename Change>
 IValue changed(const IValue& value, const Change& change) {
     if (value.isTensor()) {
@@ -147,7 +147,7 @@ void resize_to(const at::Tensor& tensor, at::IntArrayRef sizes, at::IntArrayRef 
     impl->set_sizes_and_strides(sizes, strides);
 }
 
-// One call of an operator, whose arguments lie on top of a stack.
+// A call of an operator, whose arguments are at the top of a stack.
 class Call {
   public:
     Call(const c10::OperatorHandle& asked, const c10::OperatorHandle& kernel, Stack* stack)
@@ -210,7 +210,7 @@ class Call {
         return std::find(tags.begin(), tags.end(), tag) != tags.end();
     }
 
-    // Whether a GPU's host would wait for the result, too.
+    // Returns true if the host would also wait for the result on a GPU.
     bool synchronizes() const {
         for (const auto& result : schema().returns()) {
             const auto kind = result.type()->kind();
@@ -245,7 +245,7 @@ class Call {
         return synchronizes() || draws_numbers() || !kernel_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
     }
 
-    // The arguments as the CPU's kernel takes them. What the host may change later is copied for a job.
+    // Returns the arguments for the CPU's kernel. For a job, tensors that the host might change later are copied.
     Stack at_bytes(bool for_job) const {
         Stack stack;
         for (const auto& argument : arguments_) {
@@ -327,7 +327,7 @@ class Call {
         return true;
     }
 
-    // An `out` argument has the size of the result, as on every device.
+    // Gives `out` arguments the size of the result, as on every device.
     void adopt_sizes(const Stack& shapes) {
         for (size_t at = 0; at < arguments_.size(); ++at) {
             const auto* alias = schema().arguments()[at].alias_info();
@@ -360,7 +360,7 @@ class Call {
         copy_back(given);
     }
 
-    // Results that an operator resized lie elsewhere.
+    // Copies back results that are in other memory because the operator resized them.
     void copy_back(const Stack& bytes) {
         for (size_t at = 0; at < arguments_.size(); ++at) {
             if (!arguments_[at].isTensor() || !is_fake(arguments_[at].toTensor())) {
@@ -378,7 +378,7 @@ class Call {
         }
     }
 
-    // The argument that the operator returns, as in-place operators do.
+    // Returns the argument that the operator, such as an in-place one, returns as this result.
     IValue written(size_t result) const {
         const auto& sets = schema().returns()[result].alias_info()->beforeSets();
         for (size_t at = 0; at < arguments_.size(); ++at) {
@@ -487,7 +487,7 @@ at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::op
 void copy_to_device(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
     auto& stream = current_queue(index_of(target));
     const bool behind = non_blocking && is_pinned(source.storage().data());
-    // What is not pinned has been read when the call returns, whatever the program does with it next.
+    // Memory that is not pinned has been read when the call returns, so the program may change it afterwards.
     auto kept = behind || !non_blocking ? source : source.clone();
     stream.push([kept = std::move(kept), bytes = bytes_of(target)] {
         BelowAutograd below;
@@ -604,7 +604,7 @@ void record_stream(at::Tensor& tensor, c10::Stream stream) {
 
 int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                          double, bool, std::optional<double>, bool) {
-    return 0;  // the one that is made of other operators
+    return 0;  // the implementation that is composed of other operators
 }
 
 }  // namespace
@@ -661,7 +661,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
     library.impl("convolution_backward_overrideable",
                  torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
-    // Where the CPU has a kernel beside one that is made of other operators, its own is what gives the same bits.
+    // If an operator has both a CPU kernel and a composite one, only the CPU kernel gives the same bits as on the CPU.
     for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
         const auto op = c10::Dispatcher::singleton().findOp(name);
         if (!op || name.name.rfind("aten::", 0) != 0 || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {

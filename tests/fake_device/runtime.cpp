@@ -11,14 +11,14 @@
 #include <thread>
 
 namespace at {
-TORCH_API void init_num_threads();  // of ATen/Parallel.h
+TORCH_API void init_num_threads();  // declared in ATen/Parallel.h
 }
 
 namespace fake {
 
 namespace {
 
-constexpr size_t kArenaBytes = size_t{1} << 35;  // reserved addresses, not memory
+constexpr size_t kArenaBytes = size_t{1} << 35;  // reserved address space, not memory
 constexpr size_t kGrain = 512;
 
 std::atomic<bool> used{false};
@@ -142,7 +142,7 @@ void Queue::wait_for(RecordingPtr recording) {
 }
 
 void Queue::run() {
-    at::init_num_threads();  // a kernel that is divided among threads may round otherwise
+    at::init_num_threads();  // a kernel that is divided among threads may round differently
     exchange_device(device_);
     streams[device_] = id_;
     while (true) {
@@ -177,7 +177,7 @@ void Queue::delay() {
         std::seed_seq mixed{static_cast<int64_t>(seed), id_, static_cast<int64_t>(device_)};
         random_.seed(mixed);
     }
-    // Half of the jobs are not delayed: a race needs one side to be late and the other to be early.
+    // Half of the jobs are not delayed: a race occurs only if one side is late and the other is early.
     if (const auto drawn = random_(); drawn % 2 == 0) {
         std::this_thread::sleep_for(std::chrono::microseconds(random_() % most_us));
     }
@@ -237,7 +237,7 @@ void throw_failure() {
     TORCH_CHECK(failure.empty(), "an operation of the fake device failed ", failure);
 }
 
-// The library does not link to Python, so that it is compiled without its headers.
+// The library does not link to Python, so that it can be compiled without Python's headers.
 Unlocked::Unlocked() {
     static auto* check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
     static auto* save = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));

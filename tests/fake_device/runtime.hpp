@@ -1,6 +1,6 @@
-// The fake device without PyTorch's operators: memory that only its kernels may touch, streams that run behind the
-// host, and events. Every address of device memory lies in a range without access rights; `Arena::shadow` is where its
-// bytes are, and only jobs of streams, or a host that has waited for its stream, may use that.
+// The fake device without PyTorch's operators: memory that only its kernels may access, streams that run asynchronously
+// to the host, and events. All addresses of device memory are in a range without access rights. `Arena::shadow` returns
+// the address of the actual bytes, which only jobs in streams may use, or a host that has waited for the stream.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -26,14 +26,14 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr int kMaxDevices = 8;
-constexpr int kPooledStreams = 32;  // for each device, handed out in turn, as PyTorch does for CUDA
+constexpr int kPooledStreams = 32;  // per device, assigned round-robin, as by PyTorch for CUDA
 
-// What a program made the device do.
+// The numbers of operations that a program has run on the device.
 struct Counters {
-    std::atomic<int64_t> kernels{0};           // operators that ran behind the host or after a wait
-    std::atomic<int64_t> waiting_kernels{0};   // those of them for which the host waited, because this device is simple
-    std::atomic<int64_t> copies{0};            // between the host and a device, or two devices
-    std::atomic<int64_t> synchronizations{0};  // of the host with a device, where a GPU's host would wait too
+    std::atomic<int64_t> kernels{0};           // operators, both asynchronous and waited for
+    std::atomic<int64_t> waiting_kernels{0};   // operators for which the host waited because this device is simple
+    std::atomic<int64_t> copies{0};            // between the host and a device, or between two devices
+    std::atomic<int64_t> synchronizations{0};  // waits of the host in which it would also wait for a GPU
     std::atomic<int64_t> allocations{0};
     std::atomic<int64_t> events{0};
 };
@@ -48,7 +48,7 @@ void set_device_count(int count);
 int current_device();
 int exchange_device(int device);
 
-// One recording of an event, which a stream completes.
+// A recorded event, which a stream completes.
 struct Recording {
     std::mutex mutex;
     std::condition_variable changed;
@@ -61,14 +61,15 @@ struct Recording {
 };
 using RecordingPtr = std::shared_ptr<Recording>;
 
-// A thread that runs jobs in order. Never destroyed, since its thread may outlive the program's last statement.
+// A thread that runs jobs in order. A queue is never destroyed, because its thread may outlive the program's last
+// statement.
 class Queue {
   public:
     Queue(int device, int64_t id) : device_(device), id_(id) {}
 
     void push(Job job);
     bool empty();
-    void drain();  // waits for what was pushed before; the caller counts it if it is a synchronization
+    void drain();  // waits for all earlier jobs; the caller counts the wait if it is a synchronization
     RecordingPtr record();
     void wait_for(RecordingPtr recording);
 
@@ -95,14 +96,16 @@ int64_t exchange_stream(int device, int64_t id);
 int64_t pooled_stream(int device);
 void synchronize(int device);
 
-// Before a job, a stream sleeps for up to `most_us` microseconds, drawn from `seed` and the stream. 0 ends it.
+// Makes streams sleep for up to `most_us` microseconds before jobs. The durations are random, and depend on `seed` and
+// the stream. 0 ends the delays.
 void set_delays(uint64_t seed, int64_t most_us);
 
-// The error of a job that failed behind the host: thrown at the next launch or synchronization, and at each one after.
+// Stores the error of a job that failed asynchronously. The next launch or synchronization throws it, as do all later
+// ones.
 void fail(const std::string& message);
 void throw_failure();
 
-// Releases Python's lock while it lives, if this thread holds it.
+// Releases Python's global interpreter lock during the object's lifetime if this thread holds the lock.
 class Unlocked {
   public:
     Unlocked();
@@ -114,9 +117,9 @@ class Unlocked {
     void* state_ = nullptr;
 };
 
-// Device memory, cached as CUDA's is: what is freed may be reused at once by its own stream, whatever other streams
-// still do with it, unless they were named by `use_on`. Freed and new bytes are 0xff, a NaN, in the order of the
-// stream.
+// Device memory, cached like CUDA's: the stream for which a block was allocated may reuse it as soon as it is freed,
+// even if other streams still use it, unless these were passed to `use_on`. New and freed bytes are set to 0xff, which
+// gives NaN, in stream order.
 class Arena {
   public:
     static Arena& get();
@@ -150,7 +153,7 @@ class Arena {
     std::map<const char*, Block*> blocks_;
 };
 
-// Host memory that copies may use behind the host.
+// Host memory that asynchronous copies may use.
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* address);
 

@@ -74,7 +74,7 @@ def train_without_waiting() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     x = torch.randn(32, 64, device="cuda")
     for step in range(24):
-        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step opens the communicator
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step creates the communicator
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()

@@ -27,7 +27,7 @@ _TUNSETOFFLOAD = 0x400454D0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6 = 1, 2, 4
 _LARGEST = VNET_HEADER + 14 + (1 << 16)
-_AT_A_TIME = 64  # frames read from one device before the other devices are checked
+_AT_A_TIME = 64  # maximum number of frames read from one device before the other devices are checked
 
 
 @dataclass(frozen=True)

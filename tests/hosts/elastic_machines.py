@@ -42,7 +42,7 @@ class ElasticMachines(Machines):
     def join(
         self, host: int, nnodes: str, workers: int = 1, *flags: str, script: str = str(TOY), at: int = 0
     ) -> subprocess.Popen:
-        """Starts a launcher on a host. The launcher joins the job at host `at`."""
+        """Starts a launcher on a host. The launcher joins the job through host `at`."""
         rendezvous = ("--nnodes", nnodes, "--rdzv-endpoint", f"{ipv4(at)}:29400")
         words = ("--elastic", f"--nproc-per-node={workers}", *rendezvous, *flags, script, str(self.directory))
         return self.start(host, *words)

@@ -28,7 +28,7 @@ from hosts.wire import Conditions
 
 Launcher: TypeAlias = "ForkedLauncher | subprocess.Popen[bytes]"
 
-# A worker that logs its environment and waits for the order to end. Without torch, a generation starts within 0.1 s.
+# A worker that logs its environment and runs until it is told to end. Without torch, a generation starts within 0.1 s.
 WORKER = """
 import os, sys, time
 directory = sys.argv[1]

@@ -116,11 +116,11 @@ class Network:
             switch.configure("tc", [_bound(f"h{host}n{network}", rate, segment=segment) for host, network in cables])
 
     def slow_down(self, host: int, rate: str) -> None:
-        """Limits the rate at which a host sends, in a network without a rate."""
+        """Limits the rate at which a host sends, in a network that was created without a rate."""
         self.inside[host].configure("tc", [_bound("eth0", rate)])
 
     def bound(self, host: int, rate: str) -> None:
-        """Limits the rates at which a host sends and receives, in a network with a rate."""
+        """Limits the rates at which a host sends and receives, in a network that was created with a rate."""
         self.inside[host].configure("tc", [_bound("eth0", rate, "replace")])
         self._switch_inside.configure("tc", [_bound(f"h{host}n0", rate, "replace")])
 
@@ -157,14 +157,14 @@ def _interface(host: int, network: int, hosts: int, mtu: int) -> list[str]:
         f"addr add {ipv6(host, network)}/64 dev {name} nodad",
     ]
     for other in set(range(hosts)) - {host}:
-        # Permanent entries prevent "host unreachable" errors from ARP, so packets vanish behind a cut as beyond a
-        # router.
+        # Permanent entries prevent "host unreachable" errors from ARP, so packets beyond a cut are lost silently, as
+        # beyond a router.
         for address in (ipv4(other, network), ipv6(other, network)):
             lines.append(f"neigh add {address} lladdr {mac(other, network)} dev {name} nud permanent")
     return lines
 
 
-_LONGEST_SEGMENT = 1 << 16  # the most bytes that TCP passes down at once
+_LONGEST_SEGMENT = 1 << 16  # the maximum number of bytes that TCP passes down at once
 
 
 def _bytes_per_s(rate: str) -> float:

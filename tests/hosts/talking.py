@@ -1,4 +1,4 @@
-"""Plain sockets between ranks that start at different instants."""
+"""Plain sockets between ranks that start at different times."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def abort_while_all_wait(how: str) -> str:
     started = time.monotonic()
     with pytest.raises(dist.GroupAbortedError) as caught:
         if rank() != 3:
-            dist.barrier()  # a rank that is slow to leave it may already raise the error here
+            dist.barrier()  # a rank that is slow to leave the barrier may raise the error here
         if how == "message":
             dist.recv(torch.empty(1), (rank() + 1) % 4)
         elif rank() != 0:  # the message is from the missing ranks

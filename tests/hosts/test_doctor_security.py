@@ -1,4 +1,4 @@
-"""The doctor finds all listening sockets of a running job. The sockets reject strangers without harm to the job."""
+"""The doctor finds all listening sockets of a running job. The sockets reject strangers without affecting the job."""
 
 from __future__ import annotations
 

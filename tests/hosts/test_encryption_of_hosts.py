@@ -136,7 +136,7 @@ def test_a_child_does_not_disturb_encrypted_lanes(hosts, encrypted):
 
 
 def test_what_launchers_say_is_encrypted_too(machines):
-    """The rendezvous connection carries reports and orders, with the machines' addresses and the job's name."""
+    """The rendezvous connection carries reports and orders that contain the machines' addresses and the job's name."""
     here = machines(2)
     words = (b"a-job-of-ours", b"MASTER", ipv4(0).encode())
     seen = {}

@@ -1,4 +1,4 @@
-"""A rank times out or dies while groups form: within a second, errors on the others name the rank and the reason."""
+"""If a rank times out or dies while groups form, errors on the others name the rank and the reason within a second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hosts.talking import rank
 from paceline.comm.engine.native import bootstrap, connections, cost_measurement, engine
 
 ENDLESS = timedelta(minutes=5)
-AT_ONCE_S = 30.0  # the promise is about a second, but the machine may be busy
+AT_ONCE_S = 30.0  # normally about a second, but the machine may be busy
 
 Told = tuple[str, str, float]
 

@@ -1,4 +1,4 @@
-"""Errors on two hosts if ranks wait for a rank that is itself waiting for a stopped rank."""
+"""Errors that ranks on two hosts raise when they wait for a rank that is itself waiting for a stopped rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks on machines that accept connections at only one port, from all other machines or only from some."""
+"""Ranks on machines that accept connections on only one port, from all other machines or from only some."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPEN = "the firewalls are there"
 def run_behind_firewalls(
     hosts: Callable[..., object], ranks: list[int], closed: set[int], fn: Callable[..., object], tmp_path: Path
 ) -> list[object]:
-    """Runs a function on hosts that accept connections at one port. The hosts in `closed` accept none."""
+    """Runs a function on hosts that accept connections on one port. The hosts in `closed` accept no connections."""
     with hosts(ranks, bridged=True).start(fn, str(tmp_path)) as world:
         world.network.close_ports(*(set(range(len(ranks))) - closed), but=PORT)
         if closed:
@@ -87,7 +87,7 @@ def test_each_network_of_a_machine_has_the_same_port(hosts):
 
 def fail_to_meet() -> str:
     if rank() > 0:
-        PortMultiplexer._listen_on = lambda *_: None  # so that connections are refused at once, as some firewalls do
+        PortMultiplexer._listen_on = lambda *_: None  # so that connections are refused at once, as by some firewalls
     with pytest.raises(dist.RendezvousError) as caught:
         dist.init_process_group(port=PORT, timeout=timedelta(seconds=90))
     return str(caught.value)

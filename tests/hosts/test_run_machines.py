@@ -1,4 +1,4 @@
-"""`paceline run` on several machines: numbered, in any order, with a token; machines join, leave and are lost."""
+"""`paceline run` on several machines, which are numbered, join in any order, use a token, leave, or are lost."""
 
 from __future__ import annotations
 

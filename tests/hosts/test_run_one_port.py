@@ -40,7 +40,7 @@ dist.destroy_process_group()
 
 
 def listening_of(here: Machines) -> set[ListeningSocket]:
-    """Returns the addresses at which the job's processes listen for other machines."""
+    """Returns the addresses on which the job's processes listen for other machines."""
     return {each for each in listening_sockets_of(processes_in(here.directory)) if each.kind != "unix"}
 
 
@@ -105,7 +105,7 @@ os.execvp("sh", ["sh", "-c", sys.argv[-1]])
 
 
 def test_machines_by_ssh_meet_behind_the_port(machines):
-    """A program that enters the other host replaces ssh."""
+    """The program that replaces ssh enters the other host's network namespace."""
     here = machines(2, bridged=True)
     here.network.close_ports(0, but=PORT)
     here.network.close_ports(1)

@@ -1,4 +1,4 @@
-"""`paceline run` in the pods of an indexed Job, which Kubernetes restarts when they fail."""
+"""`paceline run` in the pods of an indexed Job; Kubernetes restarts pods that fail."""
 
 from __future__ import annotations
 

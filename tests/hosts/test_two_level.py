@@ -1,4 +1,4 @@
-"""Results with Paceline within hosts and another engine between hosts, compared with computed values."""
+"""Results of calls that use Paceline within hosts and another engine between hosts, compared with computed values."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-VNET_HEADER = 10  # precedes each frame: how to split it into packets, and the place of its checksum
+VNET_HEADER = 10  # precedes each frame: how to split it into packets, and the position of its checksum
 _SYN, _ACK = 0x02, 0x10
 _LIMIT = 256 << 20  # bytes in transit; frames beyond this limit are dropped, as by any queue
 
@@ -19,7 +19,7 @@ class Conditions:
     """Conditions of a network: `delay_ms` is the one-way delay, and `loss` the probability that a packet is lost.
 
     `cut` contains pairs of hosts, the lower number first. If `port` is given, only TCP connections over IPv4 to this
-    port are cut. `doors` contains pairs of a host behind a firewall and a port at which it accepts TCP connections over
+    port are cut. `doors` contains pairs of a host behind a firewall and a port on which it accepts TCP connections over
     IPv4 from other hosts, or 0 if it accepts none. The firewall does not affect the host's own connections to others.
     """
 

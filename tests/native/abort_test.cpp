@@ -1,5 +1,5 @@
-// Tests that an abort ends every wait in a group that uses lanes: for calls, for messages, and for large messages in
-// transfer.
+// Tests that an abort ends every wait in a group that uses lanes: for calls, for messages, and for large messages that
+// are being transferred.
 #include <atomic>
 
 #include "executor/executor.hpp"

@@ -1,4 +1,4 @@
-// The assertion for tests: if its condition is false, CHECK prints the condition and its location and ends the program.
+// An assertion for tests: if its condition is false, CHECK prints the condition and its location, and ends the program.
 #pragma once
 
 #include <cstdio>

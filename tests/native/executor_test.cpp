@@ -27,8 +27,8 @@ ScheduleOf ring_all_reduce(int rank, int n) {
     const int left = (rank + n - 1) % n;
     const auto block = [n](int number) { return ((number % n) + n) % n; };
     const auto add = [&](std::int32_t kind, bool final, int peer, int to, int from) {
-        // The values are inserted one by one because GCC 12 for arm64 warns of an overflow inside std::vector if they
-        // are inserted at once.
+        // The values are inserted one by one because GCC 12 for arm64 warns about an overflow inside std::vector if
+        // they are inserted at once.
         for (const int value : std::initializer_list<int>{kind, final, peer, 1, to, to >= 0, 1, from, from >= 0})
             flat.push_back(value);
         for (std::size_t at : {flat.size() - 5, flat.size() - 2})

@@ -81,8 +81,8 @@ void sums_are_right_for_every_size() {
         });
 }
 
-// The result depends on the order of the additions: rank 0 contributes 2^24 and every other rank 1, and 2^24 + 1 is
-// rounded to 2^24.
+// The result depends on the order of the additions: rank 0 contributes 2^24, every other rank contributes 1, and 2^24 +
+// 1 is rounded to 2^24.
 float in_the_order_of_the_tree(int low, int high) {
     if (high - low == 1) return low == 0 ? 16777216.0f : 1.0f;
     int half = 1;

@@ -36,7 +36,7 @@ std::shared_ptr<HostDirectory> directory_of(int ranks) {
     return directory;
 }
 
-// A thread represents the process of a rank, because the kernel releases robust futexes when either of them exits.
+// A thread can represent a rank's process, because the kernel releases the robust futexes of both when they exit.
 void exit_with_futexes(const HostDirectory& directory, int rank) {
     RobustFutexes futexes(directory, rank);
     std::thread([&] {

@@ -321,7 +321,7 @@ bool is_finished(int descriptor) {
     return getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_state == kFinWait1;
 }
 
-// The kernel answers frames that arrive after a rank has closed its lane with a reset. The reset must not arrive before
+// If frames arrive after a rank has closed its lane, the kernel responds with a reset. The reset must not arrive before
 // the goodbye.
 void a_goodbye_arrives_although_a_frame_crosses_it() {
     std::atomic<int> leaving = -1;

@@ -1,4 +1,4 @@
-// Tests that the reduction kernels have the same results as a plain implementation of the same tree.
+// Tests that the reduction kernels give the same results as a plain implementation of the same tree.
 #include "reduce/reduce.hpp"
 
 #include <cmath>

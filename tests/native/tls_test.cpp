@@ -99,8 +99,8 @@ void bytes_arrive_while_the_keys_change() {
     }
 }
 
-// Each side fills the other side's socket, in some rounds just when a key update is due. The bytes that have arrived
-// must still be readable, because otherwise neither side would ever free space in its socket.
+// Each side fills the other side's socket. In some rounds, this happens just when a key update is due. The bytes that
+// have arrived must still be readable, because otherwise neither side would ever free space in its socket.
 void a_key_update_to_a_full_socket_does_not_stop_reading() {
     for (const std::uint64_t records_per_key : {1, 2, 3, 4, 5}) {
         SessionPair pair(identity_of(1, records_per_key), identity_of(1, records_per_key));

@@ -1,4 +1,4 @@
-// Tests that an update has the same results whether it is applied in parts of odd sizes or all at once.
+// Tests that an update gives the same results whether it is applied in parts of odd sizes or all at once.
 // test_shared_model_optimizer.py in tests/unit compares the results with those of PyTorch.
 #include "update/update.hpp"
 

@@ -18,7 +18,7 @@ import paceline as dist
 from paceline.comm.engine.failures import OutcomeCode
 
 LONG = timedelta(seconds=120)
-SOON_S = 40.0  # far below the calls' timeout, far above what an abort takes
+SOON_S = 40.0  # much shorter than the calls' timeout, much longer than an abort takes
 
 
 def abort_while_others_wait(how: str, algorithm: str | None) -> str:
@@ -34,7 +34,7 @@ def abort_while_others_wait(how: str, algorithm: str | None) -> str:
     started = time.monotonic()
     with pytest.raises(dist.GroupAbortedError) as caught:
         if not aborter:
-            dist.barrier()  # a rank that is slow to leave it may already raise the error here
+            dist.barrier()  # a rank that is slow to leave the barrier may raise the error here
         if how == "message" and not aborter:
             dist.recv(torch.empty(3), 1)
         elif how == "work":

@@ -1,4 +1,4 @@
-"""On random inputs, results equal those of torch's gloo."""
+"""Results on random inputs equal those of torch's gloo."""
 
 from __future__ import annotations
 

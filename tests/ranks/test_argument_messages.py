@@ -1,4 +1,4 @@
-"""Messages about invalid arguments state on one line the argument, the expected value, and the solution."""
+"""Messages about invalid arguments state the argument, the expected value and the solution on one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under torchrun, which serves MASTER_PORT itself, ranks perform the rendezvous at another port."""
+"""Under torchrun, which serves MASTER_PORT itself, ranks perform the rendezvous on another port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints between the backward passes of an accumulation: nothing is lost, or a message reports the loss."""
+"""Checkpoints saved while gradients accumulate over several backward passes: nothing is lost without a message."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_training_goes_on_in_an_accumulation(
 
 
 def sizes_of_gradients(root: Path) -> list[int]:
-    """Returns the size of the gradients in a checkpoint after a step, during an accumulation, and after clearing."""
+    """Returns the sizes of the gradients in checkpoints after a step, during an accumulation, and after clearing."""
     from paceline.train.checkpoint.format.root import open_checkpoint
 
     dist.init_process_group()

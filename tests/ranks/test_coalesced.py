@@ -50,7 +50,7 @@ def as_torch_does(rendezvous: str, async_op: bool) -> None:
         assert all(map(same, ours, theirs))
 
         # torch's gloo has no coalesced form of the other collectives, and no form accepts several types, so each tensor
-        # needs a call.
+        # needs its own call.
         mixed = some_tensors(rank, seed, TYPES)
         ours, theirs = [t.clone() for t in mixed], [t.clone() for t in mixed]
         call(dist.all_reduce_coalesced, ours, dist.ReduceOp.MAX)

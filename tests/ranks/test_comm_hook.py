@@ -1,4 +1,4 @@
-"""Communication hooks: their arguments and futures, and the convergence of training with them."""
+"""Communication hooks: their arguments and futures, and convergence of training that uses them."""
 
 from __future__ import annotations
 

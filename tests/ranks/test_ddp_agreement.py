@@ -199,7 +199,7 @@ def train_beside_torchs(name: str) -> None:
 
 
 def train_all_beside_torchs(file: str) -> dict[str, str]:
-    """Returns the differences by kind of model."""
+    """Trains a model of each kind; returns the differences from torch's, by kind."""
     import torch.distributed as gloo
 
     dist.init_process_group()

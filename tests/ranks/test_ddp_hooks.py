@@ -1,4 +1,4 @@
-"""Paceline's hooks compute averages within their precision, and training with them converges."""
+"""Paceline's hooks compute averages to within their precision, and training with them converges."""
 
 from __future__ import annotations
 

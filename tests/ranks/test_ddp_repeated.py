@@ -31,7 +31,7 @@ class Heads(nn.Module):
 
 
 def repeat_the_left(wrap: Callable[[nn.Module], nn.Module], rank: int, data: list[torch.Tensor]) -> nn.Module:
-    """Returns the module after a backward pass of both heads, and one of the left head alone."""
+    """Returns the module after a backward pass through both heads and another through the left head alone."""
     module = Heads()
     left, right = wrap(module)(data[rank])
     (left + right).backward(retain_graph=True)

@@ -61,8 +61,8 @@ HOOKS = {
 def memory_grown_by_steps(kind: str) -> tuple[int, int]:
     """Returns the number of bytes and objects by which the process grew in 1,000 steps.
 
-    The result is the minimum of three runs. The allocator requests one or two MiB in one of them, even for an unwrapped
-    model, whereas a leak adds memory in all three.
+    The result is the minimum of three runs. Even for an unwrapped model, the allocator requests one or two MiB in one
+    of the runs, whereas a leak adds memory in all three.
     """
     dist.init_process_group()
     model = mlp() if kind == "ZeRO" else dist.DistributedDataParallel(mlp(), **KINDS[kind])

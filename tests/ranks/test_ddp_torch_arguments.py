@@ -54,7 +54,7 @@ def train(wrap: Callable[..., nn.Module], options: Options) -> dict[str, torch.T
     for step in range(3):
         optimizer.zero_grad()
         wrapped(batches(4, 8, step=step)[dist.get_rank()]).square().mean().backward()
-        torch.distributed.barrier()  # waits for the delayed gradients, which torch's DDP itself does not
+        torch.distributed.barrier()  # waits for delayed gradients; torch's DDP does not
         optimizer.step()
     values = {name: value.detach().clone() for name, value in module.state_dict().items()}
     values |= {f"{name}.grad": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

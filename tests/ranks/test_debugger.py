@@ -46,7 +46,7 @@ def test_any_rank_gets_the_terminal_while_others_wait(script):
         rows = terminal.end()
     assert terminal.exit_code == 0
     said = [f"[rank {each}] sum {rank} 2.0" for each in range(2) for rank in range(2)]
-    assert [line for line in said if not any(line in row for row in rows)] == [], rows  # a prompt may stand before it
+    assert [line for line in said if not any(line in row for row in rows)] == [], rows  # a prompt may precede it
 
 
 def test_ctrl_c_after_continue_ends_the_job(script):

@@ -1,7 +1,7 @@
-"""`torch.set_default_device` affects the user's tensors, and none of Paceline's own.
+"""`torch.set_default_device` affects the user's tensors, but none of Paceline's own.
 
-The default is the meta device, whose tensors have no values. Therefore, the test detects a message that is created
-there by mistake, and needs no GPU.
+The default is the meta device, whose tensors have no values. Therefore, the test needs no GPU, and detects a message
+that is created there by mistake.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the programs in the docs as printed, on ranks that define the model and data that they use.
+"""Runs the programs in the docs as printed, on ranks that define the programs' model and data.
 
 The programs in docs/learn are complete, and run under the launcher. tests/unit/docs/test_docs_code.py checks that the
 Chinese pages have the same programs.
@@ -99,7 +99,7 @@ def run_a_block(page: str, number: int) -> None:
         names["model"] = paceline.DistributedDataParallel(names["model"])
     if text.startswith("with optimizer.full_parameters"):  # and the optimizer that the previous program created
         names["optimizer"] = paceline.SharedModelOptimizer(names["model"], torch.optim.SGD, lr=0.1)
-    text = text.replace('"/local/scratch"', repr(tempfile.gettempdir()))  # a reader's directory, absent here
+    text = text.replace('"/local/scratch"', repr(tempfile.gettempdir()))  # a directory of the reader's, absent here
     exec(compile(text, f"{page}, program {number}", "exec"), names)
 
 

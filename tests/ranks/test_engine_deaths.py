@@ -1,4 +1,4 @@
-"""Engines based on a library distinguish ranks that are dead, unresponsive, or of another version."""
+"""Engines based on a library distinguish ranks that are dead, are unresponsive, or run another version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchanges of DiLoCo when a rank dies."""
+"""DiLoCo's exchanges when a rank dies."""
 
 from __future__ import annotations
 

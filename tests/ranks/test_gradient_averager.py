@@ -1,4 +1,4 @@
-"""DistributedDataParallel in unusual cases: the gradients are correct, or an error explains why not."""
+"""DistributedDataParallel in unusual cases: the gradients are correct, or an error explains why they are not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def require_equal_on_all_ranks(tensors: Iterable[torch.Tensor]) -> None:
 def require_averaged(
     module: nn.Module, reference: nn.Module, losses: Callable[[nn.Module], Iterable[torch.Tensor]]
 ) -> None:
-    """Requires that gradients are the average of those of `losses(reference)`, which has one loss per rank."""
+    """Requires that gradients are the average of those from `losses(reference)`, which yields one loss per rank."""
     size = dist.get_world_size()
     sums: dict[str, torch.Tensor] = {}
     for loss in losses(reference):
@@ -220,7 +220,7 @@ def test_losses_may_come_one_backward_after_the_other(ranks):
 
 
 class Checkpointed(nn.Module):
-    """Uses a layer three times, each time in a separate graph."""
+    """Uses a layer three times, each time with a separate checkpointed graph."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()

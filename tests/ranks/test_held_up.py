@@ -1,4 +1,4 @@
-"""Errors of ranks on one host if they wait for a rank that is itself waiting for a stopped rank."""
+"""Errors that ranks on one host raise when they wait for a rank that is itself waiting for a stopped rank."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def methods(group: Any) -> Surface:
 
 
 def operators(group: Any) -> Surface:
-    """Returns the operators with which compiled and functional programs use a group by name."""
+    """Returns the operators to which compiled and functional programs pass a group's name."""
     by_name, ops = group.group_name, torch.ops._c10d_functional
     right: dict[str, Arguments] = {
         "all_reduce": lambda: [one(), "sum", by_name],

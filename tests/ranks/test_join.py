@@ -14,7 +14,7 @@ from paceline.train.ddp import hooks
 
 
 class Sometimes(nn.Module):
-    """Uses its second layer only for inputs that begin with a positive number."""
+    """Uses its second layer only if the input begins with a positive number."""
 
     def __init__(self) -> None:
         super().__init__()

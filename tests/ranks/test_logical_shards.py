@@ -107,7 +107,7 @@ def train(
 
 
 def train_wrapped(kind: str, images: Images, accumulate: int = 1) -> str:
-    """Trains for an epoch with 16 samples per step, in a loop that is written as usual for any number of ranks."""
+    """Trains for an epoch with 16 samples per step, in a conventional loop that works on any number of ranks."""
     torch.manual_seed(dist.get_rank())
     model, dataset = (cnn(), Digits(*images, noise=0)) if kind == "cnn" else (Transformer(), Sequences())
     model = dist.DistributedDataParallel(model, deterministic=True, logical_shards=4, seed=7)

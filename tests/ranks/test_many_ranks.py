@@ -14,7 +14,7 @@ from launching import wait_until
 import paceline as dist
 
 _DESCRIPTORS = 30  # per rank; rank 0's store needs one more for each rank
-_LENGTHS = (1, 30_000)  # sent in the cells, and in slices
+_LENGTHS = (1, 30_000)  # one is sent in a cell, the other in slices
 
 
 def _reductions(rank: int, size: int) -> None:
@@ -62,7 +62,7 @@ def _messages(rank: int, size: int) -> None:
 
 
 def _most_stay_away(rank: int, size: int, directory: str) -> None:
-    """All ranks except rank 0 skip a call of a separate group."""
+    """All ranks except rank 0 skip a call in a separate group."""
     group = dist.new_group(list(range(size)))
     given_up = os.path.join(directory, "given up")
     if rank:

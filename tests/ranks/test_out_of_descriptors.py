@@ -25,7 +25,7 @@ def _spare(number: int) -> Iterator[None]:
     highest = max(map(int, os.listdir("/proc/self/fd")))
     held = [os.dup(0)]
     while held[-1] < highest:
-        held.append(os.dup(0))  # until no number below is free
+        held.append(os.dup(0))  # until no lower number is free
     resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1 + number, most))
     try:
         yield

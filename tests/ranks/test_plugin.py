@@ -16,7 +16,7 @@ import paceline.interop.torch_backend
 
 COUNTS = [1, 7, 70_001]
 INTEGERS = [torch.uint8, torch.int8, torch.int32, torch.int64]  # gloo does not have int16
-MOVED = [*INTEGERS, torch.float16, torch.float32, torch.float64]  # the types that gloo supports in all of them
+MOVED = [*INTEGERS, torch.float16, torch.float32, torch.float64]  # the types that gloo supports in all collectives
 
 
 def reductions(dtype: torch.dtype) -> list[ReduceOp]:
@@ -220,7 +220,7 @@ def only_here(directory: str) -> None:
 
 
 def every_name(group: torch_dist.ProcessGroup, mine: torch.Tensor, rank: int, size: int) -> None:
-    """Methods that other releases of torch call: old names, new names, reductions without options."""
+    """Methods that other releases of torch call: old names, new names, and reductions without options."""
     everyone = [float(r) for r in range(size) for _ in mine]
     for gather in (group._allgather_base, group.all_gather_single):
         gather(whole := torch.empty(2 * size), mine).wait()

@@ -211,7 +211,7 @@ def use_groups(directory: str) -> None:
         del work  # programs keep the group and the mesh
         gc.collect()
         now = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-        if turn == 1:  # the first turn starts threads that live as long as the process
+        if turn == 1:  # the first turn starts threads that run until the process exits
             before = now
         assert before is None or now <= before, (turn, before, now)
 

@@ -20,7 +20,7 @@ import paceline.interop.torch_backend
 
 
 def require_installed(*libraries: str) -> None:
-    """Skips the test if packages are missing. It does not import them, because this takes as long as the test."""
+    """Skips the test if packages are missing, without importing them, which takes as long as the test."""
     for library in libraries:
         if find_spec(library) is None:
             pytest.skip(f"{library} is not installed; `make test` installs it")
@@ -110,7 +110,7 @@ def test_accelerate_and_the_transformers_trainer(ranks, tmp_path):
 
 
 def started_environment() -> Any:
-    """Returns the environment of ranks that are already running, as under `paceline run`, so Lightning starts none."""
+    """Returns the environment of ranks that run already, as under `paceline run`, so that Lightning starts none."""
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
     os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")

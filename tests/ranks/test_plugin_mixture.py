@@ -48,7 +48,7 @@ def mix_with_gloo(directory: str, backend: str) -> None:
     backend = group._get_backend(torch.device("cpu"))
     backend.register_abort_hook(0, lambda: ran.append(True))
     assert backend.get_error().name == "SUCCESS"
-    torch_dist.all_reduce(tensor)  # no rank aborts before all have queried
+    torch_dist.all_reduce(tensor)  # so that no rank aborts before all have queried the state
     group.abort()
     assert backend.get_error().name == "COMM_ERROR" and ran == [True]
     with pytest.raises(paceline.GroupAbortedError):

@@ -139,7 +139,7 @@ def leave_after_sending() -> None:
     received = torch.zeros(4)
     dist.recv(received, 1, group)
     assert (received == 0).all()
-    time.sleep(0.3)  # the farewell is read with the first message or here
+    time.sleep(0.3)  # rank 1's farewell is read with the first message or here
     for at in (1, 2):
         assert dist.recv(received, None if at == 2 else 1, group) == 1
         assert (received == at).all()

@@ -64,7 +64,7 @@ def late_rank_is_seen() -> None:
     x = torch.ones(1000)
     paceline.barrier()
     if paceline.get_rank() == 1:
-        paceline.recv(x, 0, tag=7)  # after the send, rank 0 waits in the all-reduce
+        paceline.recv(x, 0, tag=7)  # once this arrives, rank 0 waits in the all-reduce
     else:
         paceline.send(x, 1, tag=7)
     paceline.all_reduce(torch.ones(1 << 20))

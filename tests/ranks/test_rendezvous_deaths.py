@@ -19,7 +19,7 @@ from paceline.comm.security.secret import job_secret
 from paceline.comm.store.tcp_store import StoreServer
 
 ENDLESS = timedelta(minutes=5)
-AT_ONCE_S = 30.0  # the promise is about a second, but the machine may be busy
+AT_ONCE_S = 30.0  # normally about a second, but the machine may be busy
 _LATE, _VICTIM = 1, 2
 
 Told = tuple[str, str, float]
@@ -86,7 +86,7 @@ def test_a_death_is_told_to_those_that_wait_and_to_the_late(ranks: type[Ranks], 
         (tmp_path / "died").write_text(str(time.time()))
         world.kill(_VICTIM)
         _await([tmp_path / f"heard-{rank}" for rank in (0, 3)])
-        if kind == "file":  # its content is discarded with its last user
+        if kind == "file":  # its contents are discarded when its last user exits
             world.kill(_LATE)
             told = world.join(60, expect_dead={_VICTIM, _LATE})
         else:

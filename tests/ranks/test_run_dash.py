@@ -1,4 +1,4 @@
-"""`paceline run --dash`, `paceline top` and `paceline report` of a real job."""
+"""`paceline run --dash`, `paceline top` and `paceline report` on a real job."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_the_main_module_is_that_of_a_new_interpreter(script):
 
 
 def test_a_long_command_line_reaches_forked_workers(script):
-    words = [f"/data/shard-{number:06}.tar" for number in range(14_000)]  # a socket's buffer is shorter
+    words = [f"/data/shard-{number:06}.tar" for number in range(14_000)]  # more than a socket's buffer holds
     done = run("--nproc-per-node=2", "--start-method=forkserver", script(ARGUMENTS), *words)
     assert done.returncode == 0, done.stderr
     expected = [f"[rank {rank}] arguments {len(words) + 1} {words[-1]}" for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Child processes of a worker may start their own job, or join with the job's or their own secret."""
+"""Child processes of a worker may start their own job, or form groups with the job's secret or their own."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_stop_during_the_pause_is_heard(script):
             if "in 1 s" in line:
                 break
         launcher.terminate()
-        assert launcher.wait(25) == 1  # sooner than the pauses of twenty restarts would take
+        assert launcher.wait(25) == 1  # the pauses between twenty restarts would take longer
     finally:
         launcher.kill()
         launcher.communicate()

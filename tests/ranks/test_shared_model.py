@@ -74,7 +74,7 @@ def state_at_any_number_of_ranks() -> None:
     again = copy.deepcopy(model)  # the copy is not shared
     resumed = dist.SharedModelOptimizer(again, AdamW, lr=1.0, process_group=alone)
     resumed.load_state_dict(state)
-    plain = AdamW(model.parameters(), lr=1.0)  # steps when no other rank reads the parameters any more
+    plain = AdamW(model.parameters(), lr=1.0)  # steps once no other rank reads the parameters
     model.load_state_dict(copy.deepcopy(model).state_dict())
     plain.load_state_dict(state)
     x, target = batch("mlp", 9, 0)
@@ -118,7 +118,7 @@ def loss_scaling() -> None:
     for each, its_optimizer in ((model, shared), (reference, optimizer)):
         scaler = dist.GradScaler(init_scale=16.0, growth_interval=2)
         for step in range(5):
-            each.zero_grad()  # called on the module, without the optimizer's knowledge
+            each.zero_grad()  # called on the module, not on the optimizer
             x, target = batch("mlp", step, dist.get_rank())
             loss = nn.functional.cross_entropy(each(x), target)
             if step == 2 and dist.get_rank() == 1:

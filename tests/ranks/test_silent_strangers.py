@@ -1,4 +1,4 @@
-"""Silent connections to a rank's Unix socket from processes of the same user do not delay the rank."""
+"""Connections to a rank's Unix socket on which processes of the same user send nothing do not delay the rank."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def wait_for_two(directory: str) -> str:
     if rank in (1, 3):
         await_word(directory, "0", "2")
         with pytest.raises(dist.CollectiveTimeoutError, match="which was waiting for this rank") as late:
-            dist.barrier()  # may succeed, because the others arrived before they timed out
+            dist.barrier()  # may succeed, because the others had arrived before they timed out
             dist.barrier()
         assert late.value.missing == (4 - rank,)  # not this rank itself
         return ""

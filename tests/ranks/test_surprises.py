@@ -1,4 +1,4 @@
-"""Rank 0 reports calls of any form whose duration differs from the prediction, once for each kind of call."""
+"""Rank 0 reports calls of any form if their duration differs from the prediction, once for each kind of call."""
 
 from __future__ import annotations
 

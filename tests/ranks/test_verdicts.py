@@ -237,7 +237,7 @@ def require_cause(directory, capsys, cause: str) -> None:
 
 
 def require_told_once(told: str, sentence: str) -> None:
-    """The cause is in the last line; if a job takes long to end, the last line refers to an earlier line."""
+    """The cause is in the last line. If a job takes long to end, the last line refers to an earlier one."""
     assert told.count(sentence) == 1
     last = told.splitlines()[-1]
     assert sentence in last or ("the cause was explained above" in last and "(rank 1)" in last)
@@ -254,7 +254,7 @@ def test_an_exception_is_told_last_and_a_signals_is_none(said, tmp_path, capsys)
     shutil.copytree(directory, tmp_path / "copy")
     require_cause(tmp_path / "copy", capsys, "EXCEPTION")
     for told in directory.rglob("error.json"):
-        told.unlink()  # only what the ranks observed of each other remains
+        told.unlink()  # only the ranks' observations of each other remain
     facts = json.loads((directory / "job.json").read_text())
     causes = {}
     for state in ("failed", "stopped"):

@@ -1,4 +1,4 @@
-"""The state of an asynchronous call's Work object, on real processes."""
+"""The state of the Work object for an asynchronous call, on real processes."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_group_left() -> Iterator[None]:
-    """Destroys the default groups that the test left, for example because it failed, and fails the test."""
+    """Destroys any default groups that the test left, and in this case fails the test."""
     yield
     left = destroy_default_groups()
     assert not left, f"the test left the default group of {' and '.join(left)}; destroy it even if the test fails"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[3] / "bench"))  # after tests, because both have a module `hosts`
+sys.path.append(str(Path(__file__).parents[3] / "bench"))  # after `tests`, because both have a module `hosts`
 
 import compat as bench
 
@@ -16,7 +16,7 @@ NAME = "DDP, wide MLP"
 
 
 def of(distributed: list[float], bare: list[float], parameters: float = 5.0) -> dict[str, object]:
-    """Returns what rank 0 of a job prints, as a dictionary."""
+    """Returns the output of a job's rank 0 as a dictionary."""
     return {"times": {"distributed": distributed, "bare": bare}, "parameters": parameters}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[3] / "bench"))  # after tests, because both have a module `hosts`
+sys.path.append(str(Path(__file__).parents[3] / "bench"))  # after `tests`, because both have a module `hosts`
 
 from elastic_cases import timeline
 from elastic_cases.churn import Kill

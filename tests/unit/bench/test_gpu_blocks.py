@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[3] / "bench"))  # after tests, because both have a module `hosts`
+sys.path.append(str(Path(__file__).parents[3] / "bench"))  # after `tests`, because both have a module `hosts`
 
 from publish.gpu_blocks import GPU
 from publish.results import Result, Table

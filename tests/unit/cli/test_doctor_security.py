@@ -1,4 +1,4 @@
-"""The doctor finds the processes of jobs, whatever their environment was when they were started."""
+"""The doctor finds the processes of jobs, whatever environment they were started with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code in README and docs compiles, its names exist, and its command lines are valid.
+"""The code in the README and docs compiles, its names exist, and its command lines are valid.
 
 tests/ranks/test_docs.py runs the English programs. The tests in this file check that each Chinese page has the same
 programs.

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[3] / "bench"))  # after tests, because both have a module `hosts`
+sys.path.append(str(Path(__file__).parents[3] / "bench"))  # after `tests`, because both have a module `hosts`
 
 import report
 import run

@@ -92,7 +92,7 @@ def kind_of(line: str) -> str:
 
 
 def lacks(chinese: Part | None, english: Part | None) -> str | None:
-    """Returns the deficiencies of a translated part that can be detected without knowing the languages."""
+    """Returns the deficiencies in a translated part that can be detected without knowing the languages."""
     if chinese is None or english is None or chinese.kind != english.kind:
         return f"{described(chinese)} is where {described(english)} should be"
     if chinese.kind == "indented":
@@ -169,7 +169,7 @@ def test_a_chinese_page_links_to_its_original():
 
 
 def compared(of: Callable[[Path], object], message: str, *, but: Collection[str] = ()) -> list[str]:
-    """Returns a message for each Chinese page for which `of` differs from its value for the original page."""
+    """Returns a message for each Chinese page if the values of `of` for this page and for the original differ."""
     pairs = [(name, of(ROOT / name), of(english_of(ROOT / name))) for name in NAMED if name not in but]
     return [advice(name, message.format(mine=mine, theirs=theirs)) for name, mine, theirs in pairs if mine != theirs]
 

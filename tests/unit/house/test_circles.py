@@ -33,7 +33,7 @@ CIRCLES_OF_FOLDERS = {"train.ddp <-> train.logical_shards"}
 
 
 def statements(node: ast.AST, with_types: bool) -> Iterator[ast.AST]:
-    """Yields all nodes, including those in functions. Without types, omits nodes that only a type checker evaluates."""
+    """Yields all nodes, including those in functions. Omits nodes for type checkers only, unless `with_types`."""
     for child in ast.iter_child_nodes(node):
         if not with_types and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             continue

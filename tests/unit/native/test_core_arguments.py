@@ -40,7 +40,7 @@ NEVER = {"read_tensors"}  # called by `import paceline`; changes how this proces
 
 
 class Values:
-    """Chooses a value for a parameter by its name and its type in the stub."""
+    """Chooses a value for a parameter based on its name and its type in the stub."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

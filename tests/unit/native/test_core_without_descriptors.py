@@ -21,7 +21,7 @@ def descriptors_left(number: int) -> Iterator[None]:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.dup(0)]
     while held[-1] < max(map(int, os.listdir("/proc/self/fd"))) - 1:
-        held.append(os.dup(0))  # until no number below is free
+        held.append(os.dup(0))  # until no lower number is free
     resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1 + number, most))
     try:
         yield

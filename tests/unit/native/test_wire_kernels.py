@@ -1,4 +1,4 @@
-"""Packing and unpacking of arbitrary floats: equal at every SIMD level, and compared with plain torch."""
+"""Packing and unpacking of arbitrary floats: results are equal at every SIMD level, and equal to plain torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice to reduce gradients during the backward pass, based on cores per rank, and warnings about layers."""
+"""The decision to reduce gradients during the backward pass, based on cores per rank, and warnings about layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion to SyncBatchNorm, and its behavior without ranks."""
+"""Conversion to SyncBatchNorm, and the behavior of SyncBatchNorm without other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline top`: text lines, Textual's screen, finding a job, and jobs without a page."""
+"""`paceline top`: text lines, Textual's screen, the search for a job, and jobs without a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conclusions of a rank about the other ranks after a failed call, from their reports and observed state."""
+"""Conclusions that a rank draws about the others after a failed call, from their reports and observed state."""
 
 from __future__ import annotations
 

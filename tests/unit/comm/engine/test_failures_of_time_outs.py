@@ -31,7 +31,7 @@ def test_those_who_did_not_come_are_named():
 
 @pytest.mark.parametrize("name", [3, 5])
 def test_a_rank_that_waits_is_named_with_what_it_waits_for(name):
-    """The rank for which the named rank waits need not be in the group."""
+    """A named rank may wait for a rank that is not in the group."""
     message = told(timed_out(missing=[2], waiting=[2], blocked_by=[name]))
     culprit = EVERYBODY[name]
     assert (

@@ -1,4 +1,4 @@
-"""Tensors of a call: lists, dtypes, layouts and the descriptions of wrong arguments."""
+"""Tensors in a call: lists, dtypes, layouts, and descriptions of invalid arguments."""
 
 from __future__ import annotations
 

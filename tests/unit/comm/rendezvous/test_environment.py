@@ -29,7 +29,7 @@ def of_slurm(rank: int, tasks: int, nodes: int = 1, **more: str) -> dict[str, st
 
 @pytest.fixture
 def variables(monkeypatch):
-    """Sets a task's variables in this process instead of a launcher's."""
+    """Replaces a launcher's variables with a task's in this process."""
 
     def set_them(values: dict[str, str]) -> None:
         for name in list(os.environ):

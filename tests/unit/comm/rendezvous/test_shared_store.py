@@ -1,4 +1,4 @@
-"""The store at the first machine of a scheduler's job."""
+"""The store on the first machine of a scheduler's job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_slurm(rank: int, tasks: int, nodes: int = 1, **more: str) -> dict[str, st
 
 @pytest.fixture
 def variables(monkeypatch):
-    """Sets a task's variables in this process instead of a launcher's."""
+    """Replaces a launcher's variables with a task's in this process."""
 
     def set_them(values: dict[str, str]) -> None:
         for name in list(os.environ):

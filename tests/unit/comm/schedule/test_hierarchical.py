@@ -18,11 +18,12 @@ NBYTES = 1 << 20
 def reduce_in_blocks(rank: int, world_size: int, block: int) -> Schedule:
     """Returns a rank's schedule of the all-reduce in native/host/reductions.cpp, in blocks of consecutive ranks.
 
-    Each rank of a block, which is a part of the machine, reduces one slice of the tensor over its block. The ranks
-    with the same place in all blocks exchange their slices and reduce them, and each block passes the results around.
+    A block is a part of the machine. Each of its ranks reduces one slice of the tensor over the block. Ranks with the
+    same position in their blocks then exchange and reduce their slices, and the results are distributed within each
+    block.
 
     Raises:
-        ValueError: the ranks cannot be cut into such blocks.
+        ValueError: the ranks cannot be divided into such blocks.
     """
     if block < 1 or world_size % block:
         raise ValueError(f"{world_size} ranks cannot be cut into blocks of {block}")

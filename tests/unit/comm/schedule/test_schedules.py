@@ -1,4 +1,4 @@
-"""Every algorithm implements every operation it offers, in worlds of every size."""
+"""Every algorithm correctly implements every operation that it offers, in worlds of every size."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_world_up_to_40_ends_right(algorithm, operation, sizes):
 
 @pytest.fixture
 def two_segments(monkeypatch):
-    """Limits schedules to two segments, which are alike; more would only make the proof take longer."""
+    """Limits schedules to two segments. The segments are alike, so more would only make the proof take longer."""
     monkeypatch.setattr(circulant, "LONG", circulant.LONG._replace(segments=2))
 
 

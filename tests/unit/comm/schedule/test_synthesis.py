@@ -33,7 +33,7 @@ def test_synthesized_schedules_are_within_a_tenth_of_the_optimum(name):
 
 
 def test_one_host_of_a_rack_has_all_that_crosses_its_uplink():
-    """The simulation does not model the competition of several connections for the uplink."""
+    """The simulation does not model several connections that compete for the uplink."""
     racks = (UplinkGroup("a", (0, 1, 2), SLOW), UplinkGroup("b", (3, 4), SLOW))
     network = Network(tuple((rank,) for rank in range(6)), NEAR, FAST, racks, nodes={0: SLOW})
     trees = pack(network, through_gateways=True)

@@ -116,7 +116,7 @@ def request(path: str) -> bytes:
 
 
 def ask_page(port: int) -> bytes:
-    """Returns the status of the page's response, which is empty if the connection was closed."""
+    """Returns the status of the page's response, or an empty one if the connection was closed."""
     with connected(port) as connection:
         connection.sendall(request("/picture.json"))
         try:

@@ -16,12 +16,12 @@ from paceline.comm.security.secret import derive_key
 KEY = derive_key(b"0123456789abcdef", "links")
 HELLO = PeerHello("links", 3, 9, 1)
 _HELLO_BYTES, _ANSWER_BYTES, _PROOF_BYTES = 48, 48, 32
-# The rank and the lane in a hello may have any value, because the proof covers them. All other fields are compared, or
-# are also covered by the proof.
+# The rank and the lane in a hello may have any value, because the proof covers them. All other fields are either
+# compared or covered by the proof as well.
 
 
 def _between(change: Callable[[int, bytes], bytes]) -> tuple[object, object]:
-    """Returns both sides' results if `change(part, bytes)` replaces hello (0), answer (1) and proof (2)."""
+    """Returns both sides' results; `change(part, bytes)` replaces the hello (0), the answer (1) and the proof (2)."""
     client, client_side = socket.socketpair()
     server_side, server = socket.socketpair()
     results: list[object] = [None, None]

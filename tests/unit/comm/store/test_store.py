@@ -1,4 +1,4 @@
-"""Common guarantees of all kinds of stores."""
+"""Guarantees common to all kinds of stores."""
 
 from __future__ import annotations
 

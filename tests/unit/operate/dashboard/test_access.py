@@ -1,4 +1,4 @@
-"""Access control of the live page: each rule alone, and the page that the rules protect."""
+"""Access control for the live page: each rule by itself, and the page that the rules protect."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_rank_that_is_gone_does_not_hold_up_the_others():
 
 
 def test_calls_are_shown_beside_what_was_predicted():
-    """The rank that waits least counts, and kinds are sorted by total time, longest first."""
+    """The duration is that on the rank that waits least; kinds are sorted by total time, longest first."""
     board = DashboardAggregator()
     for _ in range(3):
         quick, slow = (

@@ -1,4 +1,4 @@
-"""Tests the page in a browser if Chromium is installed; `make nightly` runs them."""
+"""Tests of the page in a browser, if Chromium is installed; `make nightly` runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories of jobs, read by a process outside the job."""
+"""Job directories, read by a process outside the job."""
 
 from __future__ import annotations
 

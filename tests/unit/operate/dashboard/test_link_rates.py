@@ -1,4 +1,4 @@
-"""Rates of links, from counters at two times."""
+"""Rates of links, computed from counters at two points in time."""
 
 from __future__ import annotations
 

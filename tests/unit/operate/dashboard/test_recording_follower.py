@@ -1,4 +1,4 @@
-"""Follower of a growing recording, which a real recorder writes; and interval arithmetic."""
+"""A follower of a growing recording that a real recorder writes, and interval arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causes that a call alone does not show: keys of stores, errors within errors, abandoned calls, and tags."""
+"""Causes that a call alone does not show: store keys, nested errors, abandoned calls, and tags."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_a_call_that_does_not_end_names_the_silent_link():
 
 
 def test_a_call_to_which_the_last_has_just_come_may_have_ended():
-    """Rank 0 arrived last, and was observed after the call; the other ranks were observed before the call completed."""
+    """Rank 0 arrived last and was observed after the call, but the others were observed before the call completed."""
 
     def waits(rank: int, arrived_s: float, ended_s: float | None) -> RankState:
         call = RankCall("g", 7, SUM, arrived_s, ended_s, "ok" if ended_s is not None else "")

@@ -1,4 +1,4 @@
-"""Calls that last longer than such calls usually do."""
+"""Calls that take longer than similar calls usually do."""
 
 from __future__ import annotations
 

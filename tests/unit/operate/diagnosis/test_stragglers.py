@@ -1,4 +1,4 @@
-"""Detection of ranks that are slower than chance explains, by steps and by arrivals, with different clocks."""
+"""Detection of ranks that are slower than chance can explain, from steps and from arrivals, with different clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the launcher that require no process."""
+"""Records of failures, and other parts of the launcher that require no process."""
 
 from __future__ import annotations
 

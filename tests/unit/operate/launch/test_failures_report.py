@@ -1,4 +1,4 @@
-"""The failure that explains the others, failures from lack of memory, and their wording."""
+"""The failure that explains the others, failures due to lack of memory, and their wording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every flag of `paceline run`: both spellings, its PET_* variable, its meaning, and its row in docs/launcher.md."""
+"""Every flag of `paceline run`: its two spellings, its PET_* variable, its meaning, and its row in docs/launcher.md."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def test_kubeflows_manifest_leaves_the_rendezvous_to_its_runtime():
     assert variable["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
 
 
-# The fields that the APIs of Kubernetes, JobSet v1alpha2 and Kubeflow Trainer v1alpha1 have at these places, as far as
-# the manifests use them. tests/clusters/test_manifest_schemas.py compares the manifests with the published schemas.
+# The fields at these paths in the APIs of Kubernetes, JobSet v1alpha2 and Kubeflow Trainer v1alpha1, limited to those
+# that the manifests use. tests/clusters/test_manifest_schemas.py compares the manifests with the published schemas.
 FIELDS = {
     "Secret": {"apiVersion", "kind", "metadata", "stringData"},
     "Service": {"apiVersion", "kind", "metadata", "spec"},

@@ -1,4 +1,4 @@
-"""Predictions that can be calculated by hand from the few numbers of each case."""
+"""Predictions that can be calculated by hand from the few numbers in each case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that are simulated with their failures."""
+"""Simulated jobs, including failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of a step: its calls, and the part of the calls that the backward pass hides."""
+"""The duration of a step: its calls, and the part of the calls that overlaps with the backward pass."""
 
 from __future__ import annotations
 

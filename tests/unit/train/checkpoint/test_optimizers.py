@@ -16,7 +16,7 @@ from paceline.train.checkpoint.optimizers import Numbering, agreed
 @settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(1, 4), st.randoms())
 def test_numbers_are_those_of_the_whole_models_optimizer(group_of, ranks, random):
-    """Each parameter of the whole model is in one group, and on one or more ranks."""
+    """Each parameter of the whole model is in exactly one group, and on one or more ranks."""
     having = [random.sample(range(ranks), random.randint(1, ranks)) for _ in group_of]
     outlines = [
         {

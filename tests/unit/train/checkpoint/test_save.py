@@ -1,4 +1,4 @@
-"""Saves that run beside the training."""
+"""Saves that run in parallel with the training."""
 
 from __future__ import annotations
 

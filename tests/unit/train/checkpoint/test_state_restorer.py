@@ -1,4 +1,4 @@
-"""Values of a checkpoint that do not fit into the state, and states that lack values."""
+"""Values in a checkpoint that do not fit into the state, and states that lack values."""
 
 from __future__ import annotations
 

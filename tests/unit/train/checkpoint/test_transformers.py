@@ -14,7 +14,7 @@ from paceline.train.checkpoint.format.root import Root
 from paceline.train.checkpoint.format.values import join
 from paceline.train.checkpoint.pytree import name_of
 
-pytestmark = pytest.mark.soak  # the import of transformers takes long
+pytestmark = pytest.mark.soak  # importing transformers is slow
 
 
 def outgoing(name: str, tensor: torch.Tensor) -> WriteItem:

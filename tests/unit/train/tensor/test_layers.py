@@ -1,4 +1,4 @@
-"""Division of a layer's weights among the ranks."""
+"""Division of a layer's weights among ranks."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def give_gradients(model: nn.Module, step: int) -> None:
 
 
 class Reference:
-    """Trains in one process, which updates copies of the parameters and rounds them."""
+    """Trains in one process, which updates copies of the parameters and rounds the results."""
 
     def __init__(self, kind: str, dtype: torch.dtype) -> None:
         optimizer_class, options = OPTIMIZERS[kind]

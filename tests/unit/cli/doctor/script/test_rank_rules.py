@@ -1,4 +1,4 @@
-"""Rules about calls that differ between ranks, each with scripts that break it."""
+"""Rules about calls that differ between ranks, each with scripts that violate it."""
 
 from __future__ import annotations
 

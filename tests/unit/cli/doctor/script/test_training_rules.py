@@ -1,4 +1,4 @@
-"""Rules about models, data and devices, each with scripts that break it."""
+"""Rules about models, data and devices, each with scripts that violate it."""
 
 from __future__ import annotations
 

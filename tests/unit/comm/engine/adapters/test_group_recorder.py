@@ -17,7 +17,7 @@ def test_what_is_added_during_its_last_poll_is_polled_again():
         nonlocal polls
         polls += 1
         if polls == 1:
-            watch.add(poll, device)  # like a mark that follows right after the last one was read
+            watch.add(poll, device)  # like a mark that is added right after the last one was read
         else:
             again.set()
         return False

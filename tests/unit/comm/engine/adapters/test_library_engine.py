@@ -1,4 +1,4 @@
-"""Diagnosis of a failed call of a library that does not name the rank at fault."""
+"""Diagnosis of a failed call in a library that does not report the rank at fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits of an engine that runs one call at a time."""
+"""Waits in an engine that runs one call at a time."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ TIMEOUT_S = 10.0
 
 
 class Clock:
-    """A clock that advances only in pauses, which it records."""
+    """A clock that advances only during sleeps, and records their durations."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

@@ -109,7 +109,7 @@ def test_memory_is_read_in_its_own_order():
 
 
 class RefusingRuntime:
-    """Stands for `torch.cuda.cudart()`: a failed call leaves an error, which the thread's next kernel raises."""
+    """Replaces `torch.cuda.cudart()`: after a failed call, the thread's next kernel raises an error."""
 
     def __init__(self) -> None:
         self.last_error = 0
@@ -130,4 +130,4 @@ def test_memory_that_cannot_be_pinned_leaves_no_error(monkeypatch):
     monkeypatch.setattr(torch, "ones", runtime.launch)
     pinned = PinnedMemory(4096, torch.device("cuda", 0), is_shared=True)
     assert runtime.last_error == 0 and pinned.bytes.numel() == 4096
-    pinned.close()  # without a call of cudaHostUnregister, which the runtime lacks
+    pinned.close()  # without calling cudaHostUnregister, which this runtime lacks

@@ -50,7 +50,7 @@ def test_the_watchdog_is_off_for_our_groups_only(monkeypatch):
 
 
 class RecordedNccl:
-    """Stands for `ProcessGroupNCCL`, with the signature that it has in PyTorch 2.6 to 2.15."""
+    """Replaces `ProcessGroupNCCL`, with its signature in PyTorch 2.6 to 2.15."""
 
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:

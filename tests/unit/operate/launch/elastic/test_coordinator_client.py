@@ -1,4 +1,4 @@
-"""Calls of a job's launchers to the rendezvous address, over sockets of this machine."""
+"""Announcements by a job's launchers to the rendezvous address, over sockets on this machine."""
 
 from __future__ import annotations
 

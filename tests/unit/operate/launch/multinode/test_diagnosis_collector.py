@@ -290,7 +290,7 @@ def test_an_error_that_was_wrapped_waits_for_its_cause():
 
 
 def test_the_first_of_failures_on_two_nodes_is_blamed():
-    """The clocks of the nodes differ by four seconds, so that by clock time the later failure seems to be earlier."""
+    """The nodes' clocks differ by four seconds, so that the later failure has the earlier clock time."""
     sightings, seen = nodes(), scene()
     sightings.inner.failures = (WorkerFailure(3, 1, 1, 0.0, None),)
     first = RankExitStatus(ExitReason.EXCEPTION, seen.now_s - 0.5, "ValueError: the first", "train.py:5")

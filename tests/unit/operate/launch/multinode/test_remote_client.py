@@ -1,4 +1,4 @@
-"""Rendezvous at a host name that resolves late or changes its address, like the names of pods."""
+"""Rendezvous at a host name that resolves late or whose address changes, like the names of pods."""
 
 from __future__ import annotations
 

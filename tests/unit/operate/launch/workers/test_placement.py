@@ -145,7 +145,7 @@ def test_the_gpus_of_wsl_are_those_that_its_nvidia_smi_lists(tmp_path):
 
 def test_amds_gpus_are_those_of_the_driver_that_a_container_has(tmp_path):
     write(tmp_path, "dev/kfd", "")
-    for minor in (128, 129, 131):  # 131 renders but does not compute
+    for minor in (128, 129, 131):  # 131 supports rendering, not computing
         write(tmp_path, f"dev/dri/renderD{minor}", "")
     assert count_gpus({}, tmp_path) == 3
     for node, simds, minor in ((0, 0, 0), (1, 440, 128), (2, 440, 129), (3, 440, 130)):

@@ -1,4 +1,4 @@
-"""Parsing of a program's source by the launcher, which determines how workers start."""
+"""Parsing of a program's source, from which the launcher determines how workers start."""
 
 from __future__ import annotations
 

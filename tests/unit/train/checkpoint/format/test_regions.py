@@ -1,4 +1,4 @@
-"""Regions of tensors: their runs of elements, and common elements."""
+"""Regions of tensors: their runs of elements, and the elements that two regions have in common."""
 
 from __future__ import annotations
 

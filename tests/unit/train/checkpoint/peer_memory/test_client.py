@@ -1,4 +1,4 @@
-"""Sessions of a rank with the launcher that keeps copies."""
+"""A rank's sessions with the launcher that keeps copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service of a launcher that keeps copies."""
+"""The server in a launcher that keeps copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopped workers, and whether they may return."""
+"""Stopped workers, and the conditions under which they may return."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def digest_of_round(round_: int, is_lost: bool = False) -> int:
 def history(steps: list[int], lost: int | None) -> list[list[LogItem]]:
     """Returns a sender's log by round, with the given number of steps in each round and an item for its end.
 
-    The lost sender and the other senders have committed different results of the round before `lost`.
+    The lost sender and the other senders have committed different results for the round before `lost`.
     """
     rounds: list[list[LogItem]] = []
     for at, count in enumerate(steps):
