@@ -1,4 +1,4 @@
-"""Trains a small transformer to continue Python source code, on the text of Python's standard library.
+"""Trains a small transformer on the source code of Python's standard library, and lets it continue a line.
 
 paceline run --nproc-per-node 2 examples/char_lm.py
 """

@@ -66,6 +66,6 @@ if dist.get_rank() == 0:
     began = f"continued from the checkpoint at step {first}" if first else "started without a checkpoint"
     print(f"""
 Result: training {began} and has reached step {step}. {options.directory} contains {kept}.
-To continue from there on another number of ranks: paceline run --nproc-per-node 3 {__file__} --steps {step + 200}
+To continue from there on a different number of ranks: paceline run --nproc-per-node 3 {__file__} --steps {step + 200}
 To see what is saved: paceline checkpoint inspect {options.directory}""")
 dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """Trains a small model with a fault of your choice, with Paceline or, for comparison, with torch.distributed.
 
 paceline run --nproc-per-node 4 examples/faults.py late               (rank 1 does not reach a call)
-paceline run --nproc-per-node 4 examples/faults.py disagree           (rank 1 passes a tensor of another size)
-paceline run --nproc-per-node 4 examples/faults.py slow               (rank 1 needs longer for each step)
+paceline run --nproc-per-node 4 examples/faults.py disagree           (rank 1 passes a tensor of a different size)
+paceline run --nproc-per-node 4 examples/faults.py slow               (rank 1 takes longer for each step)
 torchrun --nproc-per-node 4 examples/faults.py late --library torch   (with torch.distributed and gloo)
 """
 
@@ -12,7 +12,7 @@ import time
 import torch
 from torch import nn
 
-arguments = argparse.ArgumentParser(description="A training loop with a fault in rank 1")
+arguments = argparse.ArgumentParser(description="A training loop with a fault on rank 1")
 arguments.add_argument("fault", choices=["late", "disagree", "slow"])
 arguments.add_argument("--library", choices=["paceline", "torch"], default="paceline")
 arguments.add_argument("--steps", type=int, default=400)

@@ -1,4 +1,4 @@
-"""Trains the model of char_lm.py over a slow network: ranks train separately and average their changes occasionally.
+"""Trains the model from char_lm.py over a slow network: ranks train separately and average their changes occasionally.
 
 paceline run --nproc-per-node 2 examples/slow_network.py
 """
@@ -90,5 +90,5 @@ if rank == 0:
     fewer = options.every * 32 // {"bf16": 16, "int8": 8, "int4": 4}[options.wire]
     print(f"""
 Result: {world_size} ranks trained separately and exchanged their changes as {options.wire} once every {options.every}
-steps. This takes about 1/{fewer} of the bytes that averaging float32 gradients in each step takes (char_lm.py).""")
+steps. This sends about 1/{fewer} of the bytes that averaging float32 gradients in each step sends (char_lm.py).""")
 dist.destroy_process_group()

@@ -16,7 +16,7 @@ from paceline.comm.group.eager import eager
 NO_BACKWARD = -1
 
 _MOST_ENTRIES = 1000
-_FEW = 100  # containers with more entries are first checked as a whole for tensors
+_FEW = 100  # containers with more entries are first tested for tensors as a whole
 _LEAVES: frozenset[type] = frozenset((int, float, complex, bool, str, bytes, type(None)))
 _Open: TypeAlias = Callable[[Any], Iterator[object]]
 
@@ -58,7 +58,7 @@ def find_tensors(output: object) -> Iterator[torch.Tensor]:
 
 
 def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
-    """Yields the tensors among the first entries in a forward pass's inputs, then None if further entries remain.
+    """Yields the tensors among the first entries of a forward pass's inputs, then None if further entries remain.
 
     The limit bounds the search time for inputs with many non-tensor entries, such as lists of words.
     """
@@ -71,7 +71,7 @@ def may_require_grad(inputs: object) -> bool:
 
 
 def _walk(value: object, most: int) -> Iterator[torch.Tensor | None]:
-    """Yields the tensors among the first `most` entries in depth-first order, then None if further entries remain."""
+    """Yields the tensors among the first `most` entries, in depth-first order, then None if further entries remain."""
     open_by_type: dict[type, _Open | None] = dict.fromkeys(_LEAVES)
     seen: dict[int, object] = {}  # by id; the references keep ids from being reused
     waiting: list[Iterator[object]] = [iter((value,))]
@@ -104,7 +104,7 @@ def _has_leaves_only(entries: object) -> bool:
 
 
 def _open_of(kind: type) -> _Open | None:
-    """Returns a function that iterates over the entries of a `kind` instance, or None if `kind` has no entries."""
+    """Returns a function that iterates over the entries of an instance of `kind`, or None if `kind` has no entries."""
     if issubclass(kind, (torch.Tensor, list, tuple, set, frozenset)):
         return iter
     if issubclass(kind, Mapping):

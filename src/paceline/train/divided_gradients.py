@@ -1,4 +1,4 @@
-"""Gradient clipping (`clip_grad_norm_`) and loss scaling (`GradScaler`) when ranks hold different parts of a model."""
+"""Gradient clipping (`clip_grad_norm_`) and loss scaling (`GradScaler`) for models divided among ranks."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class GradScaler(torch.amp.GradScaler):
         self._group = None if group is None else resolve(group)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscales the gradients unless already done; steps the optimizer if the gradients of all ranks are finite."""
+        """Unscales the gradients if necessary; steps the optimizer if the gradients of all ranks are finite."""
         if not isinstance(optimizer, PartitionedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer.is_scaled_alike = True

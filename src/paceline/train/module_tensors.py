@@ -57,7 +57,7 @@ def uncompiled_key(module: nn.Module, key: str) -> str:
 def key_finder(own: Set[str]) -> Callable[[str], str]:
     """Returns a function that converts the keys of a saved module, which may have been compiled, to keys in `own`.
 
-    The function returns all other keys without the names that `torch.compile` adds.
+    A key without a counterpart in `own` is returned without the names that `torch.compile` adds.
     """
     alike = {_without_compiled(key): key for key in own}
 

@@ -4,6 +4,6 @@
 undivided model. `format/` implements the on-disk format without torch, `foreign/` reads checkpoints from other
 libraries, and `peer_memory/` keeps checkpoints in the memory of launchers.
 
-May use: `elastic` and below. Start reading at `manager.py`, which decides when to save, then `save.py` and
-`load.py`; for the format, at `format/__init__.py`.
+May use: `elastic` and below. Start reading at `manager.py`, which decides when to save, then read `save.py` and
+`load.py`. For the format, start at `format/__init__.py`.
 """

@@ -234,11 +234,11 @@ def _synchronized_parameters(values: Iterable[object]) -> set[int]:
 
 
 def entries(state: TrainingState, name: str = "", enclosing: Enclosing = _NO_NAMES) -> Iterator[tuple[str, Any]]:
-    """Yields the objects and values of a state with their names, including those in dicts and in an ElasticState.
+    """Yields the objects and values in a state with their names, including those in dicts and in an ElasticState.
 
     Args:
         state: the objects and plain values by name.
-        name: the name of the state within the whole state.
+        name: the name of this state within the whole state.
         enclosing: the dicts that hold the state.
 
     Raises:
@@ -274,7 +274,7 @@ def holds_objects(value: dict[Any, Any]) -> bool:
 
 
 def _members(state: Mapping[Any, Any]) -> Iterator[Any]:
-    """Yields the members of a dict and of the dicts within it, except dicts; visits each dict once."""
+    """Yields the members of a dict and its nested dicts, but not the nested dicts themselves; visits each dict once."""
     seen = {id(state)}
     pending = [state]
     while pending:
@@ -289,7 +289,7 @@ def _members(state: Mapping[Any, Any]) -> Iterator[Any]:
 def module_of(value: Any) -> nn.Module | None:
     """Returns the model inside any wrappers, or None if `value` is not a model.
 
-    A compiled model is returned as it is, because hooks and shared parameters may belong to it.
+    A compiled model is returned as is, because hooks and shared parameters may belong to it.
     """
     if isinstance(value, LogicalShards):
         value = value.module
@@ -305,7 +305,7 @@ def _is_wrapped(value: Any) -> bool:
 
 
 def keys_in_whole(module: nn.Module) -> Set[str]:
-    """Returns the `state_dict` keys of a module or, for a `Pipeline`, of the undivided model, as if not compiled."""
+    """Returns the `state_dict` keys that a module, or the undivided model of a `Pipeline`, has when not compiled."""
     if isinstance(module, Pipeline):
         return module.whole.keys
     return {uncompiled_key(module, key) for key in module.state_dict(keep_vars=True)}
@@ -318,7 +318,7 @@ def may_be_missing(value: object) -> bool:
 
 
 def key_in_whole(module: nn.Module, key: str) -> str:
-    """Converts a key of a module's `state_dict` to the key of the undivided model that is not compiled."""
+    """Converts a key of a module's `state_dict` to the key in the undivided, uncompiled model."""
     key = uncompiled_key(module, key)
     return module.whole.key_of(key) if isinstance(module, Pipeline) else key
 
@@ -424,7 +424,7 @@ def _capture_optimizer(name: str, optimizer: Optimizer, into: CapturedState, num
     """Adds an optimizer to the captured state.
 
     Args:
-        numbering: the numbering of a pipeline optimizer, or None for an optimizer with all parameters of the model.
+        numbering: the numbering of a pipeline optimizer, or None for an optimizer that has all parameters of the model.
 
     Raises:
         TypeError: the ranks' parts of the optimizer state cannot be assembled.
@@ -544,7 +544,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the generators. Generators that are missing in the state are left unchanged."""
+        """Restores the generators. Generators that are missing from the state are left unchanged."""
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
         torch.set_rng_state(state["torch"])

@@ -90,7 +90,7 @@ def begin(
 
     Args:
         nbytes: the number of bytes that each rank will write.
-        least_sequence: the smallest sequence number that the checkpoint may get.
+        least_sequence: the smallest sequence number that the checkpoint may have.
 
     Raises:
         CheckpointError: a rank could not begin or join; raised on every rank.

@@ -1,8 +1,8 @@
 """Loads a checkpoint into the objects of a training loop, on any number of ranks.
 
 `load` loads a given checkpoint, a checkpoint from another library, or the newest checkpoint in a directory.
-`load_newest`, which `CheckpointManager` uses, skips damaged checkpoints. Both read from a disk that all ranks share, or
-from the disks of the hosts.
+`load_newest`, which `CheckpointManager` uses, skips damaged checkpoints. Both can read from a disk that all ranks
+share, or from each host's own disk.
 """
 
 from __future__ import annotations

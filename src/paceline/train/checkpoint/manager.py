@@ -1,6 +1,6 @@
 """CheckpointManager: saves a training run at intervals, keeps the newest checkpoints, and restores the newest one.
 
-On SIGTERM, it saves the current step and then exits.
+On SIGTERM, it saves the current step and then ends the process.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class CheckpointManager:
         """Writes a checkpoint. If `may_copy` is False, launchers do not keep a copy in memory."""
         least_sequence = 0 if self._copies is None else self._copies.least_sequence()
         plan = plan_save(state, self._root, step, channel, self._own_disks(channel), least_sequence)
-        self._warn_of_gradients(step, state, channel)  # after the plan, which reports faults of the state on every rank
+        self._warn_of_gradients(step, state, channel)  # after planning, which reports faults in the state on every rank
         if self._copies is not None and may_copy:
             self._write_and_copy(plan, channel, asynchronous, self._copies)
         elif asynchronous:
@@ -271,7 +271,7 @@ class CheckpointManager:
         write(self._root, plan, self._keep, channel)
 
     def _save_elastic(self, elastic: ElasticState, step: int, state: TrainingState, force: bool) -> bool:
-        """Saves in a separate round, which the remaining workers repeat if a worker dies during the round."""
+        """Saves in a separate round. If a worker dies during the round, the remaining workers repeat it."""
         if isinstance(self._every, timedelta):
             raise ValueError(
                 "every is a timedelta, but the workers of an elastic job do not share a clock; pass a number of steps"

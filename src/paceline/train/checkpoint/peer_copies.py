@@ -200,7 +200,7 @@ class PeerCopies:
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
 
     def _inventories(self, root: str, channel: CollectiveChannel) -> bytes:
-        """Returns the encoded inventory of this host's cache, and those of other hosts if the job has one rank."""
+        """Returns the encoded inventories of this host's cache and, if the job has one rank, of other hosts' caches."""
         found: list[Inventory] = []
         if self._own:
             with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:

@@ -1,4 +1,4 @@
-"""RankChannel: the exchange of results and errors, encoded as bytes, between the ranks of a save or load.
+"""RankChannel: exchanges results and errors, encoded as bytes, between the ranks during a save or load.
 
 The training thread uses the group's collectives (`GroupChannel`). A process without a group exchanges nothing
 (`SingleRank`). A thread that writes in the background uses the job's store (`StoreChannel`), because only the training
@@ -176,7 +176,7 @@ class StoreChannel:
         group: the process group of the ranks.
         store: the job's store.
         token: a string that is the same on all ranks and different for each channel.
-        timeout_s: the maximum time that a rank waits for each other rank, in seconds.
+        timeout_s: the maximum time that a rank waits for any other rank, in seconds.
     """
 
     def __init__(self, group: ProcessGroup, store: Store, token: str, timeout_s: float) -> None:

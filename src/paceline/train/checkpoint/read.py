@@ -2,8 +2,8 @@
 
 A `LoadPlan` collects a rank's requests and the memory for their results. `fill` reads from a disk that all ranks share.
 Regions requested by all ranks are read once and broadcast, and each rank reads its other regions itself. `fetch` reads
-from the disks of several hosts. Each rank reads the files on its own disk, and receives data in other files from ranks
-that can read them.
+from the disks of several hosts. Each rank reads the files on its own disk, and receives the contents of other files
+from ranks that can read them.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _with_numbers(state: dict[object, Any]) -> dict[object, Any]:
 
 
 def number_of(key: str) -> int | str:
-    """Converts a key of digits to a parameter number; returns other keys unchanged."""
+    """Converts a key that consists of digits to a parameter number; returns other keys unchanged."""
     return int(key) if key.isdigit() else key
 
 

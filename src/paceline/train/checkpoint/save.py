@@ -254,8 +254,8 @@ class SaveHandle:
     Args:
         work: a function that writes the checkpoint.
         name: the name of the checkpoint, for error messages.
-        beside: a function that another thread runs at the same time, or None. `wait` waits for both functions. It must
-            not raise an error.
+        beside: a function that another thread runs at the same time, or None. It must not raise an error. `wait` waits
+            for both functions.
     """
 
     def __init__(self, work: Callable[[], None], name: str, beside: Callable[[], None] | None = None) -> None:
@@ -271,7 +271,7 @@ class SaveHandle:
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the checkpoint has been written; returns False after `timeout`.
+        """Waits until the checkpoint has been written; returns False if `timeout` elapses first.
 
         Args:
             timeout: the maximum time to wait, in seconds, or None for no limit. The group's timeout applies to the

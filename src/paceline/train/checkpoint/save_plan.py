@@ -90,8 +90,8 @@ def plan_save(
 
     Args:
         disks: the disks of the hosts, or None if all ranks share one. Default: None.
-        least_sequence: the smallest sequence number that the checkpoint may get. If all ranks share one disk, rank 0's
-            value is used, else the largest value of any rank. Default: 0.
+        least_sequence: the smallest sequence number that the checkpoint may have. If all ranks share one disk, rank 0's
+            value is used; otherwise, the largest value on any rank is used. Default: 0.
 
     Raises:
         CheckpointError: a rank's state cannot be saved, the ranks' tensors differ, or there is too little space; raised

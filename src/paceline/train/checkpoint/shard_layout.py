@@ -66,7 +66,7 @@ def whole_of(name: str, tensor: torch.Tensor) -> LocalRegion:
 
 
 def cut(held: LocalRegion, start: int, stop: int) -> list[LocalRegion]:
-    """Returns the regions that make up bytes `start` to `stop` of a region, both multiples of the element size."""
+    """Returns the regions that make up bytes `start` to `stop` (multiples of the element size) of a region."""
     if (start, stop) == (0, held.nbytes):
         return [held]
     size = held.nbytes // count(held.region)
@@ -93,8 +93,8 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
     """Checks that a checkpoint can hold a tensor.
 
     Raises:
-        TypeError: the tensor is sparse, quantized, without values, distributed by another library, or has an
-            unsupported dtype.
+        TypeError: the tensor is sparse or quantized, has no values or an unsupported dtype, or is distributed by
+            another library.
     """
     if tensor.is_meta:
         raise TypeError(f"{name!r} is on the meta device and has no values; initialize it, or leave it out")
@@ -198,7 +198,7 @@ class ShardLayout:
 
     @staticmethod
     def of(parameter: torch.Tensor) -> ShardLayout:
-        """Returns the layout of a parameter of this rank's module."""
+        """Returns the layout of a parameter in this rank's module."""
         local_shape, weight_slice = tuple(parameter.shape), slice_of(parameter)
         if weight_slice is None:
             return ShardLayout(local_shape, local_shape, whole(local_shape), (), None)
@@ -285,7 +285,7 @@ class ShardLayout:
 
 
 class ParameterLayouts(dict[torch.Tensor, ShardLayout]):
-    """The layouts of the parameters in a state. Each is computed once, although modules and optimizers share it."""
+    """The layouts of the parameters in a state. Each is computed only once, and shared by modules and optimizers."""
 
     def __missing__(self, parameter: torch.Tensor) -> ShardLayout:
         layout = self[parameter] = ShardLayout.of(parameter)

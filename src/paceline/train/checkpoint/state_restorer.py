@@ -145,7 +145,7 @@ class StateRestorer:
                 self._request_extra_state(full, key, module, by_all)
 
     def _saved_keys(self, name: str, own: Set[str]) -> dict[str, str]:
-        """Returns the saved keys of a module by the module's own keys; they differ if a compiled module was saved.
+        """Maps a module's own keys to its saved keys. The keys differ if a compiled module was saved.
 
         Raises:
             CheckpointError: the module has other keys, and `strict` is true.
@@ -388,7 +388,7 @@ def _needs_dict(value: object, module: nn.Module | None) -> bool:
 
 
 def _adopt_module(module: nn.Module, found: Mapping[str, Any], strict: bool) -> None:
-    for prefix in (_PREFIX, f"_orig_mod.{_PREFIX}"):  # saved in a DistributedDataParallel, which may be compiled
+    for prefix in (_PREFIX, f"_orig_mod.{_PREFIX}"):  # saved from a DistributedDataParallel, which may be compiled
         if all(key.startswith(prefix) for key in found):
             found = {key.removeprefix(prefix): value for key, value in found.items()}
             break
@@ -407,7 +407,7 @@ def _adopt_module(module: nn.Module, found: Mapping[str, Any], strict: bool) -> 
 
 
 def _renamed(found: Mapping[str, Any], to: Callable[[str], str]) -> Mapping[str, Any]:
-    """Returns a `state_dict` with the keys `to(key)`: itself, with its metadata, if all keys stay the same."""
+    """Applies `to` to the keys of a `state_dict`; returns the original, with its metadata, if no key changes."""
     if all(to(key) == key for key in found):
         return found
     return {to(key): value for key, value in found.items()}

@@ -136,7 +136,7 @@ class NonFiniteHistory:
     """
 
     def __init__(self) -> None:
-        self.pending: NonFiniteGradients | None = None  # a finding that no optimizer has applied yet
+        self.pending: NonFiniteGradients | None = None  # a finding whose gradients no optimizer has applied yet
         self._has_warned = False
         self._is_received = False  # whether the latest averages, but not this rank's gradients, were non-finite
 
@@ -194,7 +194,7 @@ class DeviceOutcome:
 
     Args:
         step: the index of the backward pass.
-        copies: the norms on each device, labeled with a tensor's role and position.
+        copies: the norms on each device, labeled with the tensors' roles and positions.
     """
 
     def __init__(self, step: int, copies: Sequence[LabeledNorms]) -> None:

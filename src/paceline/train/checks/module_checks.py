@@ -1,4 +1,4 @@
-"""ModuleChecks: the checks of one wrapped module, called before and after its gradients are averaged."""
+"""ModuleChecks: the checks for one wrapped module, called before and after its gradients are averaged."""
 
 from __future__ import annotations
 

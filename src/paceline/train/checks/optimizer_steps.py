@@ -108,7 +108,7 @@ class OptimizerSteps:
             return
         # With a GradScaler, a fused optimizer reads `found_inf` and leaves the parameters unchanged if it is nonzero.
         found_inf = getattr(optimizer, "found_inf", None)
-        if not isinstance(found_inf, torch.Tensor) or found_inf.is_cpu:  # reading a CPU number needs no wait
+        if not isinstance(found_inf, torch.Tensor) or found_inf.is_cpu:  # reading a number on the CPU requires no wait
             if found_inf is not None and float(found_inf) > 0:
                 return
             found_inf = None

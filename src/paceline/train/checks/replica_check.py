@@ -1,4 +1,4 @@
-"""ReplicaCheck: compares the replicas' digests; reports which ranks and values differ, and in which step this started.
+"""ReplicaCheck: compares the replicas' digests; reports which ranks and values differ, and since which step.
 
 A replica consists of parameters, buffers, optimizer states, and the states of random number generators.
 """
@@ -278,7 +278,7 @@ class ReplicaCheck:
         *,
         with_buffers: bool = False,
     ) -> None:
-        self.compares_optimizers = True  # False if the optimizers of the ranks step a different number of times
+        self.compares_optimizers = True  # False if optimizers step different numbers of times on the ranks
         self._module = module
         self._ignored = list(ignored)
         self._with_buffers = with_buffers

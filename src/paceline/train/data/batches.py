@@ -329,7 +329,7 @@ class StreamReader:
 
 def _copied(dataset: IterableDataset[Any]) -> IterableDataset[Any]:
     copied = copy.copy(dataset)
-    if vars(copied) is vars(dataset):  # Hugging Face's streams share the dictionary with their copy
+    if vars(copied) is vars(dataset):  # Hugging Face streams share this dictionary with their copies
         copied.__dict__ = dict(vars(dataset))
     return copied
 

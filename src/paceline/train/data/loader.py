@@ -69,8 +69,8 @@ class StatefulLoader(Generic[Sample]):
     communication. Every rank and every loader worker reads the whole stream and keeps its own part, unless the stream
     supports one of these methods:
 
-    - `advance(n)` on the iterator skips n samples without producing them, and returns their number. Skipping other
-      ranks' samples then costs no more than this call.
+    - `advance(n)` on the iterator skips n samples without producing them, and returns the number skipped. Skipping
+      other ranks' samples then costs no more than this call.
     - `skip(n)` on the dataset returns a dataset without the first n samples. The loader calls it to resume an epoch;
       without this method, the loader reads earlier samples again or skips them with `advance`.
     - `state_dict` and `load_state_dict` on the dataset or its iterator save and restore the position, if

@@ -19,7 +19,7 @@ FIRST_BUCKET_BYTES = 1 * MIB
 
 @dataclass(frozen=True)
 class Bucket:
-    """The indices and total size in bytes of parameters of the same dtype whose gradients are reduced in one call."""
+    """Parameters of one dtype whose gradients are reduced in one call: their indices and total size in bytes."""
 
     params: tuple[int, ...]
     nbytes: int

@@ -98,7 +98,7 @@ class GradBucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Returns True if this is the last bucket of the backward pass."""
+        """Returns True if this is the last bucket in the backward pass."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:

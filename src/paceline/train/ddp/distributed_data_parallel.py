@@ -109,9 +109,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             the models must already be equal.
         process_group: the process group of the ranks; if None, the default group.
         bucket_cap_mb: the maximum size of a gradient bucket in MiB; if None, 25.
-        find_unused_parameters: whether parameters may receive no gradient. A gradient that no rank has computed stays
-            None. If only other ranks have computed a gradient, this rank contributes zeros. Reduction starts when
-            backward ends.
+        find_unused_parameters: whether a backward pass may leave some parameters without a gradient. A gradient that no
+            rank has computed stays None. If only other ranks have computed a gradient, this rank contributes zeros.
+            Reduction starts when backward ends.
         check_reduction: has no effect, as in torch.
         gradient_as_bucket_view: has no effect. On the CPU, gradients are reduced in place, without copies into buckets.
             On other devices, gradients are views of the buckets after each backward pass.
@@ -374,7 +374,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context that disables averaging. Gradients of forward passes in the context only accumulate.
+        """Returns a context that disables averaging. Gradients from forward passes in it only accumulate.
 
         The backward pass through the first forward pass after the context averages the accumulated gradients.
         """

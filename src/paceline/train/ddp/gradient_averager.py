@@ -61,7 +61,7 @@ class GradientAverager:
         tracked: the module's tensors.
         bucket_caps_bytes: the maximum bucket sizes in bytes; see `make_buckets`.
         group: the process group of the ranks.
-        checks: the checks of gradients and replicas.
+        checks: the checks for gradients and replicas.
         overlap: whether full buckets are reduced while backward continues; must be the same on every rank.
         find_unused: whether parameters may have no gradient after a backward pass.
         static_graph: whether the autograd graph is the same in every step. The first backward pass then determines how
@@ -88,7 +88,7 @@ class GradientAverager:
         self.gradients = GradientBuckets(tracked, bucket_caps_bytes)
         self.group = group
         self._checks = checks
-        self.comm_hook: CommHook | None = None  # if set, averages buckets instead of the engine
+        self.comm_hook: CommHook | None = None  # if set, averages buckets in place of the engine
         self.scale = 1.0  # factor that is applied to averages; differs from 1 if `join` excludes ranks from the divisor
         on_cpu = all(param.is_cpu for param in self.gradients.params)
         self._same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu and wire is None)
@@ -98,7 +98,7 @@ class GradientAverager:
         self._overlap = overlap
         self._static_graph = static_graph
         self._find_unused = find_unused and not static_graph
-        self._is_recording = static_graph  # whether a static graph's first backward pass is still to be recorded
+        self._is_recording = static_graph  # whether a static graph's first backward pass has yet to be recorded
 
         # - Gradient counts per parameter and per bucket
         self._expected_counts = [1] * len(self.gradients.params)  # the number of gradients that each parameter receives
@@ -109,7 +109,7 @@ class GradientAverager:
         # - Collectives started by the current backward pass
         self._recorded = RecordedBuckets("ddp")
         self._in_flight: list[tuple[int, Work | HookedWork, GradientMemory]] = []
-        self._averaged: list[GradientMemory] = []  # averaged memory that is still to be written back
+        self._averaged: list[GradientMemory] = []  # memory whose averages have yet to be written back
         self._ahead: dict[int, tuple[GradientMemory, AcceleratorEvent]] = {}  # full buckets waiting for earlier ones
 
     @property
@@ -143,7 +143,7 @@ class GradientAverager:
     def _count_buckets(self) -> None:
         """Computes the number of buckets that may start early and the number of parameters that each bucket waits for.
 
-        With `find_unused`, any parameter may receive no gradient, so no bucket may start early.
+        With `find_unused`, any parameter may receive no gradient, so no bucket can start early.
         """
         buckets = self.gradients.buckets
         self._early = max(0, len(buckets) - 1) if self._overlap and not self._find_unused else 0
@@ -265,7 +265,7 @@ class GradientAverager:
 
         If gradients are missing, the average includes only gradients that at least one rank has. A rank without any
         gradient does not call a collective, because it may be the only rank with this backward pass, such as a
-        `torch.autograd.grad` for other tensors.
+        `torch.autograd.grad` call for other tensors.
         """
         if self._find_unused or not self.gradients.are_incomplete():
             self.average_rest(copy_shared)
@@ -283,8 +283,8 @@ class GradientAverager:
             self._checks.forget()
             return False
         if have_aliases(memories):
-            # On a rank with a different batch size, the gradients may not overlap. They are copied because the copies
-            # have the same memory layout on all ranks.
+            # The gradients might not overlap on a rank with a different batch size. Copies have the same memory layout
+            # on all ranks.
             memories = _collect(rest, copy_shared=True)
         if self.comm_hook is None and memories and not self._same_batches.is_over:
             self._same_batches.add_to(memories[-1], rest[-1][1].dtype)
@@ -403,7 +403,7 @@ class DelegatingAverager(GradientAverager):
         bucket_caps_bytes: the maximum bucket sizes in bytes.
         group: a group that contains only this rank.
         averages: the object that averages the gradients.
-        checks: the checks of this rank's gradients.
+        checks: the checks for this rank's gradients.
         find_unused: whether parameters may have no gradient after a backward pass.
     """
 
@@ -576,7 +576,7 @@ class SameBatches:
 
 
 def digest(inputs: object) -> int | None:
-    """Computes a digest of the tensors in `inputs`; None if all tensors are constant or any is not on the CPU."""
+    """Returns a digest of the tensors in `inputs`, or None if all are constant or any is not on the CPU."""
     hashed = hashlib.blake2b(digest_size=8)
     varies = False
     for tensor in find_first_tensors(inputs):

@@ -118,7 +118,7 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
 
     Each rank sends part r of its gradients to rank r, rounded to 8 bits block by block. Rank r averages the parts that
     it receives, rounds the average, and sends it to all ranks. The next step compensates for both rounding errors
-    (error feedback; Seide et al. 2014; for both directions, as in 1-bit Adam, Tang et al. 2021). A block that contains
+    (error feedback, Seide et al. 2014; in both directions, as in 1-bit Adam, Tang et al. 2021). A block that contains
     infinity or NaN becomes NaN.
     """
     group = group_of(state.process_group)
@@ -185,8 +185,8 @@ class PowerSGDState:
     Args:
         process_group: the process group of the ranks; if None, the default group.
         matrix_approximation_rank: the rank r of the factors; a higher rank is more accurate and more expensive.
-        start_powerSGD_iter: the number of initial steps that average gradients uncompressed, because gradients change
-            quickly at the start of training.
+        start_powerSGD_iter: the number of initial steps in which gradients are averaged uncompressed, because they
+            change quickly at the start of training.
         min_compression_rate: the rate n m / ((n + m) r) that an n x m matrix must exceed to be compressed.
         use_error_feedback: whether the approximation error of a step is added to the next gradient.
         warm_start: whether the power iteration starts from the result of the previous step.

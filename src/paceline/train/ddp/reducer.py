@@ -284,7 +284,7 @@ class Reducer:
         """Averages the gradients that have not been averaged; the new state depends on whether any are missing."""
         is_awaited = self._state not in (BackwardState.IDLE, BackwardState.REPEATING)
         if not self._averager.record_static():
-            # The backward pass was a torch.autograd.grad for other tensors; a backward pass for the parameters may
+            # The backward pass was a torch.autograd.grad call for other tensors; a backward pass for the parameters may
             # follow.
             self._state = BackwardState.EXPECTING if is_awaited else BackwardState.IDLE
             return

@@ -117,7 +117,7 @@ def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: objec
 
 
 def replace_parameters(outer: Optimizer, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Replaces the parameters in the outer optimizer with their copies; the parameter groups keep their options."""
+    """Replaces the parameters in the outer optimizer with copies; the parameter groups keep their options."""
     copies = {id(param): copy for param, copy in pairs}
     for group in outer.param_groups:
         group["params"] = [copies[id(param)] for param in group["params"] if id(param) in copies]

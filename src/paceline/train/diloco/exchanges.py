@@ -44,7 +44,7 @@ class ExchangeResult:
 
 
 class MailboxClosedError(Exception):
-    """Raised on the exchange thread when the mailbox was closed because training needs no further exchanges."""
+    """Raised on the exchange thread when the mailbox has been closed because training needs no further exchanges."""
 
 
 class ExchangeMailbox:
@@ -177,8 +177,8 @@ class ParticipantPolicy(Protocol):
 class WaitForAll:
     """Waits for all ranks that have not finished.
 
-    A rank that has arrived starts sending its tensors while the ranks report their arrivals in `group`, which has no
-    other use.
+    A rank that has arrived starts sending its tensors while the ranks report their arrivals in `group`, which is used
+    for nothing else.
     """
 
     def __init__(self, group: ProcessGroup, mailbox: ExchangeMailbox) -> None:
@@ -422,7 +422,7 @@ class BackgroundExchanges:
         group: the process group for the exchanges; no other thread may use it.
         arrivals: a second process group with the same ranks, for arrival reports.
         grace_s: the time in seconds that an exchange waits for late ranks. If None, exchanges wait for all ranks.
-        averaging: the averager of tensors over the ranks.
+        averaging: the object that averages tensors over the ranks.
         fragment_of: a function that returns the fragment that an exchange transfers, given the number of the exchange.
         blank: a function that returns zeros with the dtypes and shapes of a fragment's offer.
     """

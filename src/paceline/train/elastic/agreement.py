@@ -3,14 +3,14 @@
 A *round* is one sum over all shards: the gradient of a step, or an evaluation. A member keeps the partial sums that it
 has computed in the current round, so that only the partial sums of a dead worker are computed again. A member commits a
 round only after it has received the vote of every member, so every member then has the result. Members that have not
-committed the round merely lack the confirmation that all agreed. They are one round behind, and commit the result for
-which they voted.
+committed the round merely lack the confirmation that all members agreed. They are one round behind, and commit the
+result for which they voted.
 
 After one member has begun a batch, another member may lose its connections and begin the same batch in a later view.
 This second member must not assign the batch again. Members therefore exchange the latest batch that they have begun or
 received, and adopt its assignment (`BatchAssignments`).
 
-The number of shards of each member is proportional to the member's speed, and changes only if the gain is large enough
+Each member's number of shards is proportional to its speed, and changes only if the gain is large enough
 (`fair_counts`).
 """
 
@@ -178,8 +178,8 @@ class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
         has_begun: Whether the member has begun the batch that contains round `round`.
         voted: The digest of the result for which the member voted in round `round`, or 0.
         committed: The digest of the previous round's result, or 0.
-        has_followed: Whether the member has repeated the others' optimizer steps (DDP loop) and lacks only the rest of
-            the state.
+        has_followed: Whether the member has repeated the others' optimizer steps (in a DDP loop) and lacks only the
+            rest of the state.
         parts: The index and digest of each part of the state that was not compared while the member caught up.
         is_sender: Whether the member is the sender of a transfer.
         guest_until: The round before which the member is a guest. A guest's state has not been fully compared with the
@@ -235,7 +235,7 @@ def agree(statuses: Sequence[MemberStatus], shards: int) -> Agreement:
     """Returns the members' next actions, given their statuses by rank.
 
     Raises:
-        ValueError: A member is more than one round behind, which the protocol excludes.
+        ValueError: A member is more than one round behind, which the protocol rules out.
     """
     rounds = [FRESH if status.has_followed else status.round for status in statuses]
     latest = max(rounds)

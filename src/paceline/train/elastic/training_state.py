@@ -3,7 +3,7 @@
 The state includes the gradients that no optimizer has used yet, which a checkpoint of an elastic job must contain.
 
 `digest_of_state` returns equal digests if and only if the states are equal, regardless of the kinds of containers and
-the order of entries. It computes the SHA-256 over the kind of a value and over the parts of the value. Each part is
+the order of entries. It computes a SHA-256 hash over the kind of a value and the parts of the value. Each part is
 preceded by its length, so different states never yield the same bytes. The parts depend on the kind:
 
 - tensors and numeric NumPy arrays: the dtype, the shape, and the elements in row-major order, regardless of device and
@@ -33,7 +33,7 @@ from paceline.train.gradient_use import is_pending, mark_used
 from paceline.train.module_tensors import accelerators_of, key_finder, memory_of, uncompiled_key
 from paceline.train.zero.optimizer_state import load_optimizer
 
-# The causes of a state that differs between workers, for error messages.
+# The possible causes of a difference between workers' states, for error messages.
 CAUSES = (
     "The cause is corrupted memory, an operator that is not deterministic, or state that the workers do not share and "
     "ElasticState was not given"
@@ -224,7 +224,7 @@ class TrainingState:
             torch.get_device_module(device).set_rng_state(generator_state, device)
 
     def capture_rest(self, is_known: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
-        """Returns the state that a worker lacks after repeating all optimizer steps, on the CPU.
+        """Returns, on the CPU, the state that a worker still lacks after repeating all optimizer steps.
 
         Args:
             is_known: A function that returns whether the worker already has the gradient of a parameter.
@@ -346,7 +346,7 @@ def on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 def _in_private_memory(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cpu and tensor.layout is torch.strided and (tensor.is_shared() or tensor.is_pinned()):
-        # The drivers map pinned memory as shared memory, without copy-on-write, or hide it from a child.
+        # Drivers either map pinned memory as shared memory, without copy-on-write, or hide it from a child process.
         return tensor.detach().clone()
     return tensor.cpu()
 

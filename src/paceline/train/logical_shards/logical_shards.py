@@ -90,7 +90,7 @@ class LogicalShards:
 
     Raises:
         CollectiveMismatchError: the model or these arguments differ between ranks; raised on every rank.
-        TypeError: the module is in a `DistributedDataParallel`.
+        TypeError: the module is wrapped in a `DistributedDataParallel`.
         ValueError: there are fewer shards than ranks.
 
     Example::

@@ -62,7 +62,7 @@ class ShardedReplica:
         seed: the seed of the shards' random streams.
         dim: the batch dimension of inputs and outputs.
         group: the process group of the ranks.
-        checks: the checks of gradients and replicas.
+        checks: the checks for gradients and replicas.
 
     Raises:
         ValueError: the number of shards or ranks is not a power of two, or there are fewer shards than ranks.

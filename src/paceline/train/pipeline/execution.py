@@ -232,7 +232,7 @@ class StageTransport:
 
         Raises:
             ValueError: there are too many tensors, or they have too many dimensions.
-            RuntimeError: the form differs from an earlier step with the same batch size.
+            RuntimeError: the form differs from that in an earlier step with the same batch size.
         """
         form = tuple(TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in value)
         works: list[Work] = []

@@ -170,7 +170,7 @@ class SliceReads:
     padding: int
 
     def pieces(self, addresses: Sequence[int], zeros: int) -> list[int]:
-        """Returns the address and the size in bytes of each run, alternating.
+        """Returns a flat sequence that contains the address and the size in bytes of each run.
 
         Args:
             addresses: the address of each parameter's gradient, or 0.

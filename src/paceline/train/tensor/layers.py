@@ -82,7 +82,7 @@ Layout = int | None
 
 @eager
 def copied(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Returns `tensor`; backward sums its gradient over the ranks, because each may use the tensor differently."""
+    """Returns `tensor`; backward sums its gradient over the ranks, because each rank may use the tensor differently."""
     return _applied(_CopyFunction, tensor, group)
 
 

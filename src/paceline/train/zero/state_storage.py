@@ -164,7 +164,7 @@ class StateStorage:
                     shard.pinned = pinned_like(updated)
 
     def gradient_device(self, params: Sequence[torch.Tensor]) -> torch.device:
-        """Returns the device of the gradients that the optimizer uses; with several devices, the first parameter's."""
+        """Returns the device of the gradients that the optimizer uses, or the first one if there are several."""
         return torch.device(_CPU) if self._offload is not None else params[0].device
 
     def step(self, inner: Optimizer) -> None:

@@ -36,7 +36,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _INDEX = Global(_METADATA, "MetadataIndex")
 _BEYOND = 1 << 63  # all valid sizes and offsets are smaller
 _DEEPEST_PATH = 64
-_MOST_IRREGULAR = 1000  # maximum number of blocks without a grid, because all pairs of such blocks are compared
+_MOST_IRREGULAR = 1000  # maximum number of blocks that do not form a grid; all pairs of such blocks are compared
 
 
 class _UnsoundMetadataError(Exception):
@@ -115,7 +115,7 @@ class Item:
 
 
 def read_metadata(data: bytes, where: str) -> dict[str, Item]:
-    """Returns the items in a directory written by torch.distributed.checkpoint, by name.
+    """Maps names to the items in a directory written by torch.distributed.checkpoint.
 
     Args:
         data: the content of the directory's `.metadata` file.
@@ -335,11 +335,11 @@ class DcpDirectory:
             ) from None
         except CheckpointError:
             raise
-        except Exception as error:  # a damaged pickle can raise anything
+        except Exception as error:  # loading a damaged pickle can raise any exception
             raise CheckpointDamagedError(f"{self.path}/{chunk.file} has no readable {name}: {error}") from error
 
     def _inside(self, file: str) -> Path:
-        """Returns the path of a file listed in the metadata, which must be inside the directory.
+        """Returns the path of a file listed in the metadata. The path must be inside the directory.
 
         Raises:
             CheckpointError: the path is outside the directory.

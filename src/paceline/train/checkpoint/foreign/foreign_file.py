@@ -180,7 +180,7 @@ def _load(path: Path) -> object:
         ) from None
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:  # loading a damaged pickle can raise any exception
         raise CheckpointDamagedError(f"{path} cannot be read as a file of torch.save: {error}") from error
 
 
@@ -247,7 +247,7 @@ class _InertObject:
         pass
 
 
-class _Sizes(pickle._Unpickler):  # the Python version, because the C version allocates a memo of any requested size
+class _Sizes(pickle._Unpickler):  # in Python, because the C unpickler allocates a memo of any requested size
     """Collects the keys and sizes of the records that a pickle refers to, without creating any of its objects."""
 
     def __init__(self, file: io.BytesIO) -> None:

@@ -59,7 +59,7 @@ class Checkpoint:
         self._storage = storage
         self._files: dict[str, InputFile] = {}
         self._lock: SharedLock | None = None
-        with contextlib.suppress(OSError):  # reading the manifest raises the error
+        with contextlib.suppress(OSError):  # reading the manifest will raise this error
             self._lock = storage.share(name)
         try:
             self.manifest: Manifest = read_manifest(storage, name)
@@ -181,7 +181,7 @@ class Checkpoint:
         return faults
 
     def _fault_of_file(self, name: str) -> str | None:
-        """Returns the fault if the size or header of a file differs from the manifest, else None."""
+        """Returns the fault if a file's size or header differs from that in the manifest, or None."""
         entry = self.manifest.files[name]
         try:
             nbytes = self._storage.size(self._path(name))
@@ -233,7 +233,7 @@ class _Blocks:
         self._kept: tuple[int, memoryview] | None = None
 
     def copy(self, offset: int, target: memoryview) -> None:
-        """Fills a buffer with bytes of the piece, beginning at an offset."""
+        """Fills a buffer with bytes from the piece, beginning at an offset."""
         done = 0
         while done < len(target):
             index, within = divmod(offset + done, self._size)
@@ -293,7 +293,7 @@ def export(
             or None. Default: None.
 
     Raises:
-        CheckpointDamagedError: a file of the checkpoint is missing, truncated or changed.
+        CheckpointDamagedError: a file in the checkpoint is missing, truncated or changed.
         CheckpointError: the file could not be written.
     """
     path = Path(target)

@@ -1,4 +1,4 @@
-"""LocalStorage: storage in local or shared directories, with direct writes and locks against removal.
+"""LocalStorage: storage in local or shared directories, with direct writes and locks that prevent removal.
 
 `Disk` has one method for each operation that modifies a disk, so that tests can interrupt or trace each operation.
 `DirectWriter` writes large files without the page cache, because the cache would copy the data and delay the write.
@@ -122,7 +122,7 @@ class LocalStorage:
                 self._disk.remove_file(path)
 
     def free_nbytes(self) -> int | None:
-        """Returns the number of bytes that this user may still write to the file system."""
+        """Returns the number of bytes that this user can still write to the file system."""
         path = self.path
         while not path.exists():
             path = path.parent
@@ -154,7 +154,7 @@ class LocalStorage:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # the file system has no locks
+        except OSError:  # the file system does not support locks
             return False
         finally:
             os.close(descriptor)
@@ -239,7 +239,7 @@ class Disk:
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
         try:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
-        except OSError:  # the file system has no direct writes
+        except OSError:  # the file system does not support direct writes
             return False
         return is_direct
 
@@ -280,7 +280,8 @@ class DirectWriter:
     """Appends to a file with direct writes, or with ordinary writes if the file system rejects direct writes.
 
     Direct writes must begin at multiples of 4 KiB in the file and in memory. Views with this alignment, such as copies
-    that `Staging` has laid out like the file, are written without a copy. All other data is collected in a buffer.
+    that `Staging` has laid out as in the file, are written without another copy. All other data is collected in a
+    buffer.
 
     Args:
         disk: the operations of the file system.
@@ -296,7 +297,7 @@ class DirectWriter:
         self._has_begun = False
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """Appends bytes. The memory of the views may change after the call."""
+        """Appends bytes. The memory of the views may be modified after the call returns."""
         if not self._is_direct and not self._filled:
             self._write_out(list(views))
             return

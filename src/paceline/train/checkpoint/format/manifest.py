@@ -33,7 +33,7 @@ _MOST_NBYTES = 4 << 30  # maximum size of a manifest, which takes a few tens of 
 _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 _LARGEST = 1 << 62
 _LARGEST_SEQUENCE = 1 << 53
-_LATEST_S = 1 << 37  # the latest valid time of writing, in the year 6325
+_LATEST_S = 1 << 37  # the latest valid write time, in the year 6325
 BLOCK_NBYTES = 1 << 20  # size of a block; each has its own digest, to verify partial reads of a piece
 
 
@@ -66,7 +66,7 @@ class Draft:
 
 
 def is_name(name: str) -> bool:
-    """Returns True if this name has the form that saves use. Directories with other names are never changed."""
+    """Returns True if a name has the format used by saves. Directories with other names are never changed."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Root: a directory of checkpoints. It begins, publishes, lists and removes them, and opens the newest complete one.
+"""Root: begins, publishes, lists and removes the checkpoints in a directory, and opens the newest complete one.
 
 A checkpoint becomes visible atomically, and only after it is durable (survives a power loss). Each of the following is
 made durable before the next is written: the files of all ranks, the manifest, the directory's name, and the file
@@ -74,8 +74,8 @@ class Root:
                 if the number is unknown. Default: None.
             unique: whether to choose a name that is unique across hosts, for disks that hosts do not share. The first
                 rank on every other host must then call `join`. Default: False.
-            sequence: the sequence number, which must be at least the largest `next_sequence` on any host, or None to
-                use the larger of `least_sequence` and this host's `next_sequence`. Default: None.
+            sequence: the sequence number, or None to use the larger of `least_sequence` and this host's
+                `next_sequence`. A given number must be at least the largest `next_sequence` on any host. Default: None.
             least_sequence: the smallest sequence number that may be chosen if `sequence` is None. Default: 0.
 
         Raises:
@@ -107,7 +107,7 @@ class Root:
             yield
 
     def _create(self, draft: Draft) -> None:
-        """Creates the directory to which ranks write. Also opens and locks the manifest if the storage can rename."""
+        """Creates the directory to which ranks write; opens and locks the manifest if the storage supports renames."""
         self.storage.make_directory("")
         self.storage.make_directory(draft.directory)
         if self.storage.renames:

@@ -38,7 +38,7 @@ class InputFile(Protocol):
         """Returns the file's size in bytes."""
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Reads bytes from an offset into a buffer; returns their number, less than requested only at end of file."""
+        """Fills a buffer from an offset; returns the number of bytes read, less than requested only at end of file."""
 
     def close(self) -> None:
         """Closes the file. Idempotent."""
@@ -58,7 +58,7 @@ class StorageLocation(Protocol):
         """Returns the full path or address of a name, for error messages."""
 
     def free_nbytes(self) -> int | None:
-        """Returns the number of bytes that may still be written, or None if it is unknown."""
+        """Returns the number of bytes that can still be written, or None if the number is unknown."""
 
 
 class ReadableStorage(StorageLocation, Protocol):

@@ -45,7 +45,7 @@ def of_rank(name: str, rank: int) -> str:
 
 
 def without_rank(name: str) -> tuple[str, int | None]:
-    """Returns the name of a value without the rank that saved its own copy, and that rank; the inverse of `of_rank`.
+    """Splits a name into the value's name and the rank that saved this copy, or None; the inverse of `of_rank`.
 
     >>> without_rank("random@rank3/torch"), without_rank("epoch")
     (('random/torch', 3), ('epoch', None))

@@ -84,7 +84,7 @@ def _left_by_cgroups(root: Path) -> Iterator[int]:
         if names is None:
             continue
         own = Path(path.lstrip("/"))
-        for path_in_cgroups in (own, *own.parents):  # in a container, only the last one may exist
+        for path_in_cgroups in (own, *own.parents):  # in a container, possibly only the last of these exists
             left = _left(root / names.base / path_in_cgroups, names)
             if left is not None:
                 yield left
@@ -336,7 +336,7 @@ class Session:
             except OSError as error:
                 self._faults[key] = str(error)
                 if key in self._open:
-                    os.close(self._open.pop(key))  # frees the memory, because memory may have run out
+                    os.close(self._open.pop(key))  # frees the file's memory, in case memory has run out
 
     def _finish(self, finish: Finish) -> None:
         key = finish.root, finish.token, finish.file

@@ -1,7 +1,7 @@
 """Messages between workers and caches.
 
-A message consists of a length and JSON. If the message has the field `nbytes`, that many bytes of data follow. The
-fields named `vault` and `vaults` contain the identities of caches.
+A message consists of a length followed by JSON. If the message has the field `nbytes`, that many bytes of data follow.
+The fields named `vault` and `vaults` contain the identities of caches.
 """
 
 from __future__ import annotations

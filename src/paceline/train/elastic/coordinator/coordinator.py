@@ -90,7 +90,7 @@ from paceline.train.elastic.protocol import (
     WorkerReady,
 )
 
-RESIGN_S = 2.0  # a coordinator without a quorum for this long resigns
+RESIGN_S = 2.0  # a coordinator that has had no quorum for this long resigns
 
 
 class Coordinator:
@@ -248,7 +248,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def machine_leaves(self, machine: str, now_s: float) -> CoordinatorOrders:
-        """Records that the machine's launcher has asked its workers to exit, and will itself exit after them."""
+        """Records that the machine's launcher has asked its workers to exit, and will exit once they have."""
         if (found := self._registry.machines.get(machine)) is not None:
             found.is_leaving = True
         return self._settle(now_s)

@@ -1,4 +1,4 @@
-"""The coordinator's state of an elastic job: its settings, its known state, and the pending orders."""
+"""The coordinator's state for an elastic job: its settings, the known state of the job, and the pending orders."""
 
 from __future__ import annotations
 

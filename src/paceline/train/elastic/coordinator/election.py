@@ -17,7 +17,7 @@ that the dead worker could have entered. For this reason, a launcher records ano
 were connected until the exit and it has read everything that the other launcher sent.
 
 A coordinator that was cut off may be followed by a launcher that has followed a later coordinator in the meantime. The
-coordinator then resigns, because the later coordinator's views are not among those of which it requires a quorum.
+coordinator that was cut off then resigns, because it does not require a quorum of the later coordinator's views.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class CoordinatorSearch:
             self._begin([], now_s)
 
     def handed_over(self, to: int, now_s: float) -> None:
-        """Records that the coordinator shuts down in an orderly way and that machine `to` takes over."""
+        """Records that the coordinator is shutting down in an orderly way and that machine `to` takes over."""
         self.is_seeking, self._since_s, self._leader = True, now_s, None
         self._begin([to], now_s)
         self._is_turning = True

@@ -4,7 +4,7 @@
    use the store of the successor's launcher for their rendezvous. If no worker has to leave, a planned view with the
    same members only changes the store.
 2. When all members have entered that view, the job state is replicated to every machine, and the successor is ordered
-   to stand as a candidate. From then on, this coordinator does not make decisions.
+   to stand as a candidate. From then on, this coordinator no longer makes decisions.
 3. The successor disconnects from this launcher and becomes a candidate, as after the loss of a coordinator
    (`election.py`). Then the other machines are ordered to follow it.
 
@@ -185,7 +185,7 @@ def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: floa
 
 
 def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
-    """Returns the orders that complete the handover, or None if the successor is neither a candidate nor late yet."""
+    """Returns the orders that complete the handover, or None while the successor is neither a candidate nor late."""
     successor = retirement.successor
     assert successor is not None
     stands = not successor.is_reachable or successor.has_left  # a successor disconnects before its candidacy

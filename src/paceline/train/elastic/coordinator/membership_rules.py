@@ -359,7 +359,7 @@ def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
 
 
 def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
-    """Returns True if the latest view cannot be sent for lack of a quorum; ends the job if that takes too long."""
+    """Returns True if the latest view cannot be sent for lack of a quorum; ends the job if this lasts too long."""
     if job.withheld is None or job.ending_s is not None or job.views.is_allowed():
         return False
     job.lacks_quorum = True

@@ -52,7 +52,7 @@ class Views:
     must_meet: bool = False
     _count: int = 0
     _members_of: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    _missing_in: dict[int, set[str]] = field(default_factory=dict)  # by generation, members that have not entered
+    _missing_in: dict[int, set[str]] = field(default_factory=dict)  # members that have not entered, by generation
 
     def give(self, members: Iterable[WorkerRecord], *, is_planned: bool, must_wait: bool) -> View:
         """Issues the next view, and removes the members of earlier views that the next view does not contain.

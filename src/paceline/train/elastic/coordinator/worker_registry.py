@@ -103,7 +103,7 @@ class WorkerRecord:
 
     @property
     def lives(self) -> bool:
-        """Whether the worker is still considered running."""
+        """Whether the worker is still considered to be running."""
         return self.ended is None
 
     @property

@@ -2,8 +2,8 @@
 
 With logical shards, the receiver runs the script's loop with the members' results (`LoopCatchUp`). In a DDP loop, the
 receiver cannot participate in the members' forward and backward passes. It repeats the members' optimizer steps before
-the script's loop begins (`OptimizerCatchUp`), and receives the remaining state, such as buffers, scheduler and loader,
-when it enters the view.
+the script's loop begins (`OptimizerCatchUp`), and receives the remaining state, such as the buffers, the scheduler and
+the loader, when it enters the view.
 """
 
 from __future__ import annotations
@@ -423,7 +423,7 @@ class OptimizerCatchUp(CatchUp):
             self._replay.close()
 
     def strays(self, reason: str) -> None:
-        """Reports, at most once, why this worker needs the entire state. The other workers wait while it is sent."""
+        """Reports, at most once, why this worker needs the entire state, which is sent while the others wait."""
         if not self.has_strayed:
             self.has_strayed = True
             sys.stderr.write(f"paceline: {self._connection} needs the whole state, and the others wait: {reason}\n")

@@ -1,4 +1,4 @@
-"""Optimizer steps in a DDP loop, which members capture and a receiver repeats.
+"""Optimizer steps in a DDP loop, as captured by the members and repeated by a receiver.
 
 A step is determined by the gradients when `optimizer.step()` is called (after clipping and unscaling), the options of
 the parameter groups (such as the learning rate), and the optimizer's state. The receiver already has the optimizer's
@@ -24,7 +24,7 @@ from paceline.train.module_tensors import memory_of
 
 
 class StateDivergedError(Exception):
-    """The receiver's state differs from that of the members, or cannot become equal."""
+    """The receiver's state differs from that of the members, or cannot become equal to it."""
 
 
 class StateDivergence:
@@ -104,7 +104,7 @@ OnStep = Callable[[OptimizerStep, list[memoryview]], None]
 
 @dataclass(frozen=True)
 class _GradientNote:
-    """Identifies a gradient in a certain round. Memory and version alone do not suffice because they may be reused."""
+    """Identifies a gradient in one round. Memory and version alone do not suffice, because they may be reused."""
 
     round: int
     gradient: weakref.ref[torch.Tensor] | None

@@ -268,7 +268,7 @@ class ViewAdmission:
         return dismissed if dismissed is not None else self._connection.latest_view(after)
 
     def _has_a_place(self, after: int) -> bool:
-        """Returns True if a transfer is unnecessary, because a view contains this worker or it must exit."""
+        """Returns True if a transfer is unnecessary because a view contains this worker or the worker must exit."""
         answer = self._answer(after)
         return isinstance(answer, ExitRequest) or (answer is not None and self._connection.name in answer.members)
 

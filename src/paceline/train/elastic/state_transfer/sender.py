@@ -295,7 +295,8 @@ class StateSender:
         try:
             key = derive_key(job_secret(), KEY)
             if chosen_level() == "encrypt":
-                identity_of(key)  # loads OpenSSL before the fork, because a threaded process's child must not load it
+                # The child of a multithreaded process must not load OpenSSL, so it is loaded before the fork.
+                identity_of(key)
             listener = listen(_own_host(), 0, job_secret())
             host, port = listener.getsockname()[:2]
             self._given[transfer.number] = Snapshot(

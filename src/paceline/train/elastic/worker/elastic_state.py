@@ -235,7 +235,7 @@ class ElasticState:
     def is_replaying(self) -> bool:
         """Whether this worker joined late and the loop uses results that others computed earlier.
 
-        The others have already produced the side effects of these steps, such as a line in a log.
+        The others have already produced the side effects of these steps, such as log output.
         """
         return self._rounds is not None and self._rounds.is_replaying
 
@@ -285,10 +285,10 @@ class ElasticState:
         """Returns the SHA-256 digest of the state as 64 hexadecimal digits, equal on every worker.
 
         The state consists of the module's parameters and persistent buffers by name, and the `state_dict` of all other
-        objects including the epoch; gradients and random generators are excluded. The digest covers the dtype, shape
-        and elements of each tensor and the values of everything else. It does not depend on the order of keys or the
-        kind of container. The digest does not change if a checkpoint is saved and loaded on any number of workers, or
-        if the state is transferred to a joining worker.
+        objects including the epoch; gradients and random number generators are excluded. The digest covers the dtype,
+        shape and elements of each tensor and the values of everything else. It does not depend on the order of keys or
+        the kind of container. The digest does not change if a checkpoint is saved and loaded on any number of workers,
+        or if the state is transferred to a joining worker.
         """
         return self._registry.digest()
 
@@ -308,7 +308,7 @@ class ElasticState:
         return {"epoch": self._epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues with the epoch of `state`."""
+        """Continues with the epoch in `state`."""
         self._epoch = state["epoch"]
 
     def _join(self, connection: LauncherConnection) -> None:

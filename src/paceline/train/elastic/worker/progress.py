@@ -38,7 +38,7 @@ class PartialSums:
         self.held: dict[Node, Values] = {}
         self.shard_ns = 0
         self.audited = 0
-        self._attempts = 0  # attempts to compute this round
+        self._attempts = 0  # number of attempts to compute this round
 
     def compute(
         self, deal: Deal, rank: int, value_of: Callable[[int], Values], audit: Audit | None, *, is_step: bool

@@ -223,7 +223,7 @@ class Rounds:
                 sys.stderr.write(f"paceline: the numbers of shards are now {counts}, because one takes {taken} ms\n")
 
     def _tell_deal(self) -> None:
-        """Announces this worker's shards of later rounds, which may differ from those of the current round."""
+        """Announces this worker's shards in later rounds, which may differ from those of the current round."""
         if self.is_replaying:
             self._on_deal(range(0))
             return

@@ -89,7 +89,7 @@ class WorkerMembership:
         """Requests to join; returns when this worker has the state and is either in a view or about to catch up.
 
         Args:
-            fingerprint: The worker's fingerprint, see `WorkerReady`.
+            fingerprint: The worker's fingerprint; see `WorkerReady`.
             learns: Whether the worker can catch up while others train; see `WorkerReady`.
 
         Raises:
@@ -287,7 +287,7 @@ class WorkerMembership:
 def warm_up() -> None:
     """Computes a product and its gradient, which initializes torch's libraries.
 
-    This takes several milliseconds the first time in a process, even in a forked one. The sizes do not matter, and no
+    The first call in a process takes several milliseconds, even in a forked process. The sizes do not matter, and no
     random number is drawn.
     """
     with torch.inference_mode(False), torch.enable_grad():
