@@ -42,8 +42,8 @@ dist.broadcast_object_list(shared)
 directory = Path(str(shared[0]))
 path = directory / "model.pt"
 
-# The tutorial's method, with two additions: the data is written to a temporary file until it is on disk, and rank 0
-# reports the result to the others, so that they do not wait in a barrier for a rank that has raised an error.
+# The tutorial's method, with two additions: a temporary file replaces the checkpoint only once its data is on disk, and
+# rank 0 reports the result to the other ranks, so that they do not wait in a barrier after rank 0 has raised an error.
 outcome = [""]
 if rank == 0:
     try:

@@ -77,7 +77,7 @@ class RankFacts:
             of cores.
         host: the name of the host.
         local_ranks: the number of ranks on the host, including ranks of other groups; 0 if unknown.
-        cores: the cores on which the rank may run.
+        cores: the cores on which the rank can run.
         quota: the CPU limit of the cgroup, in cores; 0 for no limit.
         cgroup: a number that identifies the cgroup.
         threads: the number of threads that torch uses.
@@ -194,7 +194,7 @@ def unsupported_reason(
     Args:
         tracked: the module's tensors.
         group: the process group of the ranks.
-        device_ids: the devices of the wrapper; the module must be on the first device.
+        device_ids: the wrapper's devices; the module must be on the first device.
         output_device: the device of the outputs.
         has_delayed: whether untracked parameters are averaged too; if so, tracked parameters are not required.
     """

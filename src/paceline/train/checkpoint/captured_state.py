@@ -484,7 +484,7 @@ def _capture_partitioned(name: str, optimizer: PartitionedOptimizer, into: Captu
 
 
 def unsaved_gradients(state: TrainingState) -> list[str]:
-    """Returns the names of parameters with gradients that no optimizer has used and that would not be saved.
+    """Returns the names of parameters whose gradients have not been used by an optimizer and would not be saved.
 
     Before the first observed step, gradients of parameters with optimizer state are assumed to have been used.
     """

@@ -117,14 +117,14 @@ def _found(where: str | os.PathLike[str]) -> str:
 
 
 def load_from(state: TrainingState, where: str, channel: CollectiveChannel, *, strict: bool = True) -> LoadResult:
-    """Loads the checkpoint whose path or address is `where`, which must be the same on every rank."""
+    """Loads the checkpoint at the path or address `where`, which must be the same on every rank."""
     return load_by(state, lambda: open_checkpoint(where), channel, strict=strict)
 
 
 def load_by(
     state: TrainingState, opener: Callable[[], Checkpoint], channel: CollectiveChannel, *, strict: bool = True
 ) -> LoadResult:
-    """Loads the checkpoint that `opener` opens, which must be the same on every rank."""
+    """Loads the checkpoint that `opener` opens; every rank must open the same checkpoint."""
     with ExitStack() as closing:
         opened: list[Checkpoint] = []
 

@@ -54,7 +54,7 @@ class CheckpointManager:
         asynchronous: whether training continues while a checkpoint is written. Default: True.
         group: the ranks that save, or None for the default group. Default: None.
         shared: whether all ranks share the disk. If False, each host stores the parts of its own ranks, and ranks fetch
-            the parts that their disk lacks from other ranks. Elastic jobs do not support False. Default: True.
+            the parts that their disk lacks from other ranks. Must be True in elastic jobs. Default: True.
         peer_copies: the number of other hosts whose launchers keep a copy of each part in memory, in addition to the
             launcher on the rank's own host. If 0, no copies are kept. `restore` loads the newest complete checkpoint,
             whether in memory or on disk. Requires that all ranks were started by `paceline run`. Default: 0.

@@ -429,7 +429,7 @@ def _cores_to_spare() -> int:
 
 
 class Background:
-    """The background save of this process, and the memory for its copies."""
+    """This process's background save, and the memory for its copies."""
 
     def __init__(self) -> None:
         self.staging = Staging()

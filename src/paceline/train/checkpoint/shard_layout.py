@@ -312,7 +312,7 @@ def is_divided(value: nn.Module | Optimizer) -> bool:
 
 
 def parameters_of(value: nn.Module | Optimizer) -> list[torch.Tensor]:
-    """Returns the parameters of a model, or of an optimizer in the order of its groups."""
+    """Returns a model's parameters, or an optimizer's parameters in the order of its groups."""
     if isinstance(value, nn.Module):
         return list(value.parameters())
     return [parameter for group in value.param_groups for parameter in group["params"]]

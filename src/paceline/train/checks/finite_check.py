@@ -1,8 +1,8 @@
 """GradientCheck: detects NaN and infinity in a rank's own gradients, before they are averaged over the ranks.
 
 A NaN in a forward pass or a backward pass spreads to the gradients of all earlier layers. Most steps therefore run only
-a partial check, which reads the first bytes of a few gradients, including the gradient that is computed last. A
-complete check reads all gradients; it runs at longer intervals that depend on its measured cost.
+a partial check, which reads the first bytes of a few gradients, including the one that is computed last. A complete
+check reads all gradients; it runs at longer intervals that depend on its measured cost.
 
 On a device, every check examines all gradients. The host reads the results in a later step and never waits for the
 device (`DeviceOutcome`).
@@ -245,7 +245,7 @@ class GradientCheck:
         self._some = CheckInterval(_SOME_SHARE)
         self._all = CheckInterval(_ALL_SHARE)
         self._bytes = _ALL_BYTES  # the bytes to read from each gradient in this backward pass; 0 for no check
-        # - The findings of this backward pass
+        # - The findings from this backward pass
         self._cost_s = 0.0
         self._has_found = False
         self._found: list[NonFiniteTensor] = []  # non-finite gradients to list in a warning
@@ -340,7 +340,7 @@ class GradientCheck:
             )
 
     def forget(self) -> None:
-        """Discards the findings of the current backward pass."""
+        """Discards the findings from the current backward pass."""
         self._cost_s = 0.0
         self._has_found = False
         self._found.clear()

@@ -53,7 +53,7 @@ class ModuleChecks:
             self._gradients.averaged([gradient for gradient in gradients if gradient is not None])
 
     def forget(self) -> None:
-        """Discards the findings of a backward pass that does not average gradients."""
+        """Discards the findings from a backward pass that does not average gradients."""
         if self._gradients is not None:
             self._gradients.forget()
 

@@ -27,7 +27,7 @@ class DistributedSampler(Sampler[int]):
         num_replicas, rank: the number of parts and the index of the part to read; if None, the default group's size and
             rank.
         shuffle: whether to permute the indices, seeded with `seed` plus the epoch.
-        seed: the seed of the permutation, which must be the same on every rank.
+        seed: the seed for the permutation, which must be the same on every rank.
         drop_last: whether to skip samples that cannot be divided evenly.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Arguments of DistributedDataParallel: defaults, conversion of torch's arguments, and checks for conflicts."""
+"""Arguments to DistributedDataParallel: defaults, conversion of torch's arguments, and checks for conflicts."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ Reduced = torch.Tensor | Sequence[torch.Tensor]
 
 
 class GradBucket:
-    """The argument of a communication hook: the gradients of a bucket, concatenated into a flat tensor.
+    """The argument to a communication hook: the gradients of a bucket, concatenated into a flat tensor.
 
     The class provides the methods of `torch.distributed.GradBucket`.
     """

@@ -137,7 +137,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         logical_shards: with `deterministic`, the number of shards into which each step's samples are divided; a power
             of two, at least the number of ranks. Each shard is computed separately. Runs with the same number of shards
             produce bitwise equal results.
-        seed: with `deterministic`, the seed of the shards' random numbers.
+        seed: with `deterministic`, the seed for the shards' random numbers.
         overlap: whether gradients are reduced while backward computes further gradients. If None, reduction overlaps on
             GPUs, and on the CPU if every rank has a spare core (see docs/data-parallel.md).
         checks: whether to warn about non-finite gradients and differing replicas (see docs/data-parallel.md). An

@@ -477,7 +477,7 @@ class BucketWires:
 def choose_wire(
     wire: WireKind | None, group: ProcessGroup, excluded: Mapping[str, bool], params: Mapping[str, nn.Parameter]
 ) -> tuple[WireKind | None, Exception | None]:
-    """Returns the format to which gradients are rounded between hosts, and the error that prevents rounding, or None.
+    """Returns the format to which gradients are rounded, or None, and the error that prevents rounding, or None.
 
     Args:
         wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the

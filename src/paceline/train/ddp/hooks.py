@@ -191,7 +191,7 @@ class PowerSGDState:
         use_error_feedback: whether the approximation error of a step is added to the next gradient.
         warm_start: whether the power iteration starts from the result of the previous step.
         orthogonalization_epsilon: the number that is added to a column's norm before dividing by it.
-        random_seed: the seed of the first iteration, which must be the same on every rank.
+        random_seed: the seed for the first iteration, which must be the same on every rank.
     """
 
     process_group: ProcessGroup | None = None

@@ -27,7 +27,7 @@ def apply_optimizer_in_backward(
     Args:
         optimizer_class: the class of the optimizers; it is called with a list of one parameter and `optimizer_kwargs`.
         params: parameters that require gradients, from a module that is not wrapped yet.
-        optimizer_kwargs: the keyword arguments of the optimizers, such as `{"lr": 0.1}`.
+        optimizer_kwargs: the keyword arguments for the optimizers, such as `{"lr": 0.1}`.
 
     Raises:
         ValueError: a parameter already has an optimizer in backward.

@@ -39,7 +39,7 @@ NO_BATCH_ASSIGNMENT = BatchAssignment(-1, ())
 
 @dataclass(frozen=True)
 class ViewChange:
-    """A change of the view's members before a batch.
+    """A change in the view's members before a batch.
 
     Attributes:
         workers: The number of workers, starting with this batch.
@@ -75,7 +75,7 @@ class BatchAssignments:
         """Begins a batch and assigns it to `members`, unless it is already assigned.
 
         Returns:
-            The change of members since the last batch, or None.
+            The change in members since the last batch, or None.
 
         >>> early, late = BatchAssignments(), BatchAssignments()
         >>> early.begin(0, ("a", "b", "c"))

@@ -286,7 +286,7 @@ class TrainingState:
         return total.intdigest() >> 1
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Returns the tensors that change in training, in an order that is the same on every worker."""
+        """Returns the tensors that change during training, in the same order on every worker."""
         states = [other.state for other in self._others.values() if isinstance(other, torch.optim.Optimizer)]
         kept = [
             [param.detach() for param in self._module.parameters()],
@@ -357,7 +357,7 @@ def _copy_all(mine: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> No
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yields the tensors and plain values of a nested state, in an order that is the same in every process."""
+    """Yields the tensors and plain values in a nested state, in the same order in every process."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield key

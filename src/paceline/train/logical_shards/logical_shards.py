@@ -82,7 +82,7 @@ class LogicalShards:
         module: the unwrapped model, which must be the same on every rank. Rank 0's parameters and buffers are copied to
             all ranks.
         count: the number of shards, at least the number of ranks.
-        seed: the seed of all random streams, which must be the same on every rank.
+        seed: the seed for all random streams, which must be the same on every rank.
         process_group: the process group of the ranks; if None, the default group.
         threads: the number of threads that torch uses, which must be the same in all runs. Values above 1 are faster if
             there are few ranks and many cores.
@@ -269,7 +269,7 @@ class ShardSums:
 
     Args:
         measure: a function from a batch's data to a tensor with the same shape, dtype and device for each batch.
-        seed: the seed of the random streams.
+        seed: the seed for the random streams.
         devices: the devices, besides the CPU, whose generators draw from the random streams.
     """
 

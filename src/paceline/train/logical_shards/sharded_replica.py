@@ -59,7 +59,7 @@ class ShardedReplica:
         module: the module, which must be the same on every rank.
         tracked: the module's tensors.
         count: the number of shards, a power of two that is at least the number of ranks.
-        seed: the seed of the shards' random streams.
+        seed: the seed for the shards' random streams.
         dim: the batch dimension of inputs and outputs.
         group: the process group of the ranks.
         checks: the checks for gradients and replicas.

@@ -64,7 +64,7 @@ class ClippingWatch:
             self._note(name, param)
 
     def close(self) -> None:
-        """Removes the hooks of `follow_backwards`; idempotent."""
+        """Removes the hooks that `follow_backwards` installed; idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

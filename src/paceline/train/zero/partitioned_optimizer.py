@@ -190,7 +190,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     @abstractmethod
     def _divide_by_initial(self, divides: bool) -> None:
-        """Sets the divisor of averages within `Join`: the number of all ranks, or the number of ranks with inputs."""
+        """Sets the divisor for averages within `Join`: the number of all ranks, or the number of ranks with inputs."""
 
     def _make_inner(self, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
         """Creates the inner optimizer for this rank's shards, and exposes its state and options."""

@@ -39,7 +39,7 @@ class FileMemory:
     Disk space is reserved in advance, because a write to mapped memory cannot report a full disk.
 
     Args:
-        directory: the directory of the file.
+        directory: the directory for the file.
         me: a description of this rank for error messages.
 
     Raises:

@@ -29,7 +29,7 @@ LATEST = "latest"
 _NAME = re.compile(r"(step|state)_\d+(\.\d+)?(-[0-9a-f]+)?")
 VERSION = 1
 FILE = "manifest.json"
-_MOST_NBYTES = 4 << 30  # maximum size of a manifest, which takes a few tens of bytes per MiB of the checkpoint
+_MOST_NBYTES = 4 << 30  # maximum size of a manifest; a manifest takes a few tens of bytes per MiB of the checkpoint
 _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 _LARGEST = 1 << 62
 _LARGEST_SEQUENCE = 1 << 53
@@ -73,7 +73,7 @@ def is_name(name: str) -> bool:
 def draft_of(
     step: int | None, sequence: int, token: str, taken: Container[str], *, renames: bool, is_unique: bool
 ) -> Draft:
-    """Returns the draft of a new checkpoint.
+    """Returns the draft for a new checkpoint.
 
     Args:
         step: the training step, or None. If None, the name contains the sequence number instead.

@@ -113,8 +113,8 @@ def write_part(
         rank: the rank, which determines the file names.
         pieces: the pieces that the rank writes, possibly none.
         split_nbytes: the size in bytes above which a new file is begun. Default: 1 GiB.
-        progress: a function that is called after each chunk of at most 8 MiB with the number of bytes written and the
-            total number of bytes, or None. It may raise an error to stop the write. Default: None.
+        progress: a function that is called with the number of bytes written and the total number of bytes after each
+            chunk of at most 8 MiB, or None. It may raise an error to stop the write. Default: None.
 
     Raises:
         CheckpointError: a file could not be written, or a piece is invalid.

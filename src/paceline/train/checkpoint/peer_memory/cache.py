@@ -62,7 +62,7 @@ _SECOND = _CgroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactiv
 
 
 def available_nbytes(root: Path = Path("/")) -> int:
-    """Returns the number of bytes of memory that this process may still use.
+    """Returns the number of bytes of memory that this process can still use.
 
     Args:
         root: the root of the file system, for tests. Default: /.
@@ -130,7 +130,7 @@ class CheckpointCache:
     """The checkpoints in a launcher's memory. Thread-safe.
 
     Args:
-        available: a function that returns the number of bytes of memory that may still be used.
+        available: a function that returns the number of bytes of memory that can still be used.
     """
 
     def __init__(self, available: Callable[[], int] = available_nbytes) -> None:

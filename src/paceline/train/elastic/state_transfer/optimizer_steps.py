@@ -197,7 +197,7 @@ def _layout(gradient: torch.Tensor) -> MemoryLayout | None:
 
 
 def _closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Returns the closure from the arguments of `step`, the first of which is the optimizer."""
+    """Returns the closure from the arguments to `step`, the first of which is the optimizer."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 

@@ -159,7 +159,7 @@ class ElasticAverager:
 
     Args:
         model: The module.
-        loader: The loader of the module's training batches.
+        loader: The loader that yields the module's training batches.
         on_batch: A function that is called before each batch.
     """
 

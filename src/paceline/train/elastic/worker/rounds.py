@@ -124,7 +124,7 @@ class Rounds:
         """Enters the next view if all members are ready for it. The caller must be between two batches.
 
         Returns:
-            The change of workers since the last batch, which is the same on every member, or None.
+            The change in workers since the last batch, or None. The result is the same on every member.
 
         Raises:
             SystemExit: The next view does not contain this worker, or the launcher dismissed it.
