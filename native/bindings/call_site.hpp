@@ -1,4 +1,4 @@
-// The call site: the line of the user's program that makes a call. It is recorded when the call is made, because the
+// The call site: the line in the user's program that makes a call. It is recorded when the call is made, because the
 // rank may be at a different line by the time an error in the call is detected.
 #pragma once
 

@@ -67,8 +67,8 @@ bool is_small(const Call& call);
 // Converts an outcome for Python; returns None if the call succeeded.
 nanobind::object to_python(Outcome outcome);
 
-// Runs the call on this thread. Releases the interpreter lock at once or, if `may_complete_at_once` is set, only when
-// the thread has to wait.
+// Runs the call on this thread. Releases the interpreter lock immediately or, if `may_complete_at_once` is set, only
+// when the thread has to wait.
 nanobind::object run_call(CallQueue& queue, Call& call, bool may_complete_at_once = false);
 
 // Queues the call after earlier calls.

@@ -199,7 +199,7 @@ class Collectives {
     // Returns the reason why the group is broken, as far as this rank can determine it between calls, or `ok`. Any
     // thread may call this.
     virtual OutcomeCode failure() = 0;
-    // Returns true if each rank has a spare core on which its thread for asynchronous calls may busy-wait.
+    // Returns true if each rank has a spare core on which its thread for asynchronous calls can busy-wait.
     virtual bool has_spare_core() const { return false; }
 };
 

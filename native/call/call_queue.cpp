@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::int64_t kInterruptCheckNs = std::chrono::nanoseconds(kPollsPerInterruptCheck * kPollInterval).count();
 constexpr int kSpinsPerClockRead = 16;  // on some processors one spin takes a microsecond
 
-// Nonzero while a thread of this process busy-waits for a call. The value is `member_fork_count()` plus 1, so that a
+// Nonzero while a thread in this process busy-waits for a call. The value is `member_fork_count()` plus 1, so that a
 // value inherited from the parent process is invalid in a forked child.
 std::atomic<std::uint32_t> spinning_process{0};
 
@@ -119,7 +119,7 @@ Outcome CallQueue::run(Call& call, const Interrupted& interrupted) {
 }
 
 std::shared_ptr<Work> CallQueue::submit(Call call) {
-    call.before_waiting = nullptr;  // only valid on the caller's thread
+    call.before_waiting = nullptr;  // valid only on the caller's thread
     auto work = std::make_shared<Work>(std::move(call), spins_when_idle_);
     {
         const std::lock_guard lock(queue_mutex_);

@@ -61,7 +61,7 @@ Answer WaitRegistry::answer_for(const CallId& call) const {
     return answer_for_locked(call);
 }
 
-// If a thread is waiting in the group of the queried call, only that call or an earlier one can block this rank.
+// If a thread is waiting in the queried call's group, only that call or an earlier one can block this rank.
 // Otherwise, any call in which the program is waiting can block it.
 Answer WaitRegistry::answer_for_locked(const CallId& call) const {
     Answer answer;

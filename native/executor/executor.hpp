@@ -37,7 +37,7 @@ class Executor final : public Collectives {
     struct StepState {
         std::size_t dst_offset = 0;  // byte offsets of the step's slices in their buffers
         std::size_t src_offset = 0;
-        std::size_t nbytes = 0;  // for a conversion, the number of bytes of floats
+        std::size_t nbytes = 0;  // for a conversion, the size of the floats in bytes
         std::size_t done = 0;    // the watermark
         bool finished = false;
     };

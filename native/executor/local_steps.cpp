@@ -8,7 +8,7 @@
 namespace paceline::executor {
 namespace {
 
-// Number of bytes of floats to convert before driving the lanes again. The number is small enough that packed or
+// The size, in bytes, of the floats to convert before driving the lanes again. It is small enough that packed or
 // received data stays in the cache and that socket buffers do not run empty.
 constexpr std::size_t kAtATime = 128 << 10;
 

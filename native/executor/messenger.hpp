@@ -12,7 +12,7 @@
 //   a window. A message that would exceed the window is offered instead, so a send never waits for credits.
 // - A longer message is an *offer*: the frame is sent alone, and the receiver answers with *accept* once a receive
 //   matches. Then the bytes follow as *data* frames of at most kPartBytes, directly from tensor to tensor; other frames
-//   may be sent between them. Each offer takes a frame at the receiver, so at most kMaxOffers to one rank may be
+//   may be sent between them. Each offer occupies a frame at the receiver, so at most kMaxOffers to one rank may be
 //   pending; a further send fails as `too_many_offers`.
 // - A receive whose size or dtype differs from that of its message fails as a mismatch. The receiver answers an offer
 //   with *refuse*, and the send also fails. An eager message is dropped, because its send has already completed. The

@@ -27,7 +27,7 @@ class Cursor {
 
     std::span<const ByteRange> ranges_;
     std::size_t next_ = 0;
-    std::size_t done_ = 0;  // number of bytes of range `next_` before the cursor
+    std::size_t done_ = 0;  // number of bytes in range `next_` before the cursor
 };
 
 // Copies the next bytes into `record`; returns the number of bytes copied.

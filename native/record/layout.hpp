@@ -161,7 +161,7 @@ struct LinkFields {
     std::uint64_t busy_us = 0;       // the time with data in flight
     std::uint64_t held_us = 0;       // the part of `busy_us` in which the peer's receive window was full
     std::uint32_t round_trip_us = 0;
-    std::uint32_t variation_us = 0;  // the variation of the round-trip time
+    std::uint32_t variation_us = 0;  // the variation in the round-trip time
     std::uint32_t least_round_trip_us = 0;
     std::uint32_t retransmits = 0;  // the segments sent again
     std::uint32_t silent_ms = 0;    // the time for which a response from the peer's kernel has been overdue

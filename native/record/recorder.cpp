@@ -162,7 +162,7 @@ std::uint32_t Recorder::open_group(std::string_view name, std::string_view engin
     for (std::uint32_t i = 0; i < kGroups; ++i) {
         auto& entry = recording_.groups[(fields.serial + i - 1) % kGroups];
         const std::uint64_t old = entry.stamp.load(std::memory_order_relaxed);
-        if ((old & kStateMask) != 0) continue;  // the entry of an open group is not reused
+        if ((old & kStateMask) != 0) continue;  // an open group's entry is not reused
         const std::uint64_t stamp = std::uint64_t{fields.serial} << kIndexShift | kWriting;
         entry.stamp.store(stamp, std::memory_order_relaxed);
         EntryHandle<sizeof(GroupFields) / sizeof(std::uint64_t)> handle{&entry, stamp};
@@ -344,7 +344,7 @@ void Recorder::event_sent(std::uint64_t stamp) {
                  [](auto& entry, std::uint64_t now) { entry.words[kSent].store(now, std::memory_order_release); });
 }
 
-// Runs in a forked child and may therefore only make system calls. The child may still hold handles to entries, so the
+// Runs in a forked child and may therefore make only system calls. The child may still hold handles to entries, so the
 // memory at the same address must remain writable.
 void Recorder::detach_in_child() {
     Recorder* const recorder = active_.load(std::memory_order_relaxed);

@@ -1,4 +1,4 @@
-// The recorder of this process. All threads write their calls and events into one recording without blocking. The
+// This process's recorder. All threads write their calls and events into one recording without blocking. The
 // recorder is off until `begin` provides memory, and then stays on until the process exits. In a forked child it is
 // off: private memory replaces the recording, and writes through the parent's handles have no effect (see
 // `Recorder::detach_in_child`).
@@ -30,7 +30,7 @@ struct ProcessIdentity {
 
 class Recorder {
   public:
-    // Returns the recorder of this process if it is on, otherwise nullptr.
+    // Returns this process's recorder if it is on, otherwise nullptr.
     static Recorder* active() { return active_.load(std::memory_order_acquire); }
     // Starts recording to the file `fd`, whose `kBytes` bytes must stay allocated, or to private memory if `fd` is -1.
     // Takes over the memory of a process that has exited; returns false if a live process is using it. Has no effect if

@@ -7,7 +7,7 @@
 
 namespace paceline::simulate {
 
-// A link that a route crosses. `weight` is the number of bytes on the link per byte of the route; it may exceed 1
+// A link that a route crosses. `weight` is the number of bytes on the link per byte of the route; it can exceed 1,
 // because a route can represent several equivalent routes.
 struct LinkUse {
     std::uint32_t link = 0;

@@ -44,7 +44,7 @@ class RankProgress {
     // Advances a step; returns true if the step is then finished.
     bool advance(std::uint32_t step, double nbytes);
 
-    // Returns the later steps that may be able to advance because of this step's progress.
+    // Returns the later steps that this step's progress may allow to advance.
     std::span<const std::uint32_t> dependents(std::uint32_t step) const;
 
   private:

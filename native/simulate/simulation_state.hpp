@@ -32,7 +32,7 @@ struct SimulatedRank {
     RankProgress progress;
     double speed;
     bool has_arrived = false;
-    double out_free_s = 0;  // earliest times at which the rank may start to send or receive a message
+    double out_free_s = 0;  // earliest times at which the rank can start to send or receive a message
     double in_free_s = 0;
     double reduces_until_s = 0;
     double end_s = 0;

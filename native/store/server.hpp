@@ -66,7 +66,7 @@ class Server {
     int wake_ = -1;
     int listener_ = -1;
     std::size_t max_connections_ = 0;  // maximum number of connections
-    std::size_t buffered_bytes_ = 0;   // size in bytes of buffered messages from and to PyTorch's clients
+    std::size_t buffered_bytes_ = 0;   // size in bytes of buffered messages to and from PyTorch's clients
     bool is_paused_ = false;           // accepting is paused because there are too many connections
     std::mutex mutex_;
     std::vector<tls::Socket> new_sockets_;  // guarded by mutex_

@@ -96,7 +96,7 @@ def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
 
 
 def pidfd_open(pid: int) -> int:
-    """Returns a descriptor of a process. The descriptor becomes readable when the process exits.
+    """Returns a descriptor for a process. The descriptor becomes readable when the process exits.
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -123,7 +123,7 @@ def pidfd_getfd(pidfd: int, descriptor: int) -> int:
     """Returns a duplicate, in this process, of another process's descriptor.
 
     Args:
-        pidfd: a descriptor of the other process.
+        pidfd: a descriptor for the other process.
         descriptor: the number of the descriptor in the other process.
 
     Raises:

@@ -298,7 +298,7 @@ class Broadcast(Function):
 
 @eager_methods
 class Reduce(Function):
-    """Reduce to the root, with zeros on other ranks; differentiable for SUM and AVG."""
+    """Reduces to the root and returns zeros on other ranks; differentiable for SUM and AVG."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, root: int, op: ReduceOp, tensor: torch.Tensor) -> torch.Tensor:

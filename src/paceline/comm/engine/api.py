@@ -63,7 +63,7 @@ class EngineContext:
         store: the store that the ranks share; it must outlive the engine.
         rank, world_size: this rank and the number of ranks.
         timeout_s: the time to wait for the other ranks, in seconds.
-        formation: the formation of the default group; later groups create their own formations.
+        formation: the default group's formation; later groups create their own formations.
         members: the ranks, or () if the engine discovers them itself, as the native engine does.
         peer: the host of the rendezvous, if it is known.
         interface: the interface or address to which other hosts connect; see `network_settings.own_address`.

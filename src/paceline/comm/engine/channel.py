@@ -281,7 +281,7 @@ class EngineChannel(Protocol):
     def all_reduce(
         self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
     ) -> CallOutcome | None:
-        """Reduces one dense tensor in place; returns None on success. Small tensors may take a faster path."""
+        """Reduces one dense tensor in place; returns None on success. Small tensors can take a faster path."""
         outputs = [[address, count * ITEM_SIZES[dtype]]]
         return self.run(CollectiveCall(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], outputs))
 
@@ -316,7 +316,7 @@ class EngineChannel(Protocol):
         """Runs a call to completion; returns None on success."""
 
     def submit(self, call: CollectiveCall, /) -> PendingCall:
-        """Queues a call after the earlier ones and returns at once."""
+        """Queues a call after the earlier ones and returns immediately."""
         ...
 
     def prepare(self, call: CollectiveCall, /) -> _core.PreparedCall | None:

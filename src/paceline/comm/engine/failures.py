@@ -71,7 +71,7 @@ class ProcessIdentity:
     """Unique identity of a process. (A pid alone is valid only within a namespace, and the kernel reuses pids.)
 
     Args:
-        namespace: a string that identifies the boot of the host, the PID namespace and the time namespace.
+        namespace: a string that identifies the host's current boot, the PID namespace and the time namespace.
         pid: the process id in that namespace.
         started: the start time of the process, in clock ticks of that namespace.
     """

@@ -1,7 +1,7 @@
 """Formation of a group: each rank waits until all ranks have set their keys in the store or one rank has failed.
 
 A rank that gives up publishes its reason before it leaves. If a rank dies, the store's server (if there is one)
-publishes the rank's last will (`Store.set_last_will`); open connections may also reveal the death to other ranks.
+publishes the rank's last will (`Store.set_last_will`); open connections can also reveal the death to other ranks.
 
 When the default group forms, every rank publishes its host, its process and its version of Paceline. The version must
 be the same on all ranks. The version is read first, because "version" is the only field whose meaning is the same in
@@ -50,7 +50,7 @@ def describe_rank(**more: str | int | None) -> str:
 def read_ranks(
     answers: Sequence[bytes], rank: int
 ) -> tuple[tuple[RankIdentity, ...], list[dict[str, str | int | None]]]:
-    """Parses the descriptions of the ranks; returns the members, and all fields of each description.
+    """Parses the ranks' descriptions; returns the members, and all fields in each description.
 
     Args:
         answers: the descriptions in rank order.
@@ -241,7 +241,7 @@ class Formation:
         )
 
     def announce(self, error: BaseException) -> None:
-        """Publishes that this rank gives up because of `error`, unless another rank has already given up."""
+        """Publishes that this rank is giving up because of `error`, unless another rank has already given up."""
         if self._has_reason:
             return
         reason = str(error).removeprefix(f"{self._me}: ")

@@ -1,7 +1,7 @@
 """Plans for collectives: fully checked calls in the form that engines expect.
 
 The functions accept torch's reductions and option objects (such as `AllreduceOptions`). They recognize these objects by
-their attributes, which works with every release of torch.
+their attributes, so they work with every release of torch.
 
 All functions raise:
     TypeError: a tensor's layout or dtype is not supported, or the reduction is not defined for its dtype.
@@ -434,7 +434,7 @@ def require_own_count(
 
 
 class TorchOptions(Protocol):
-    """Any option object of torch; `rootRank` is missing for calls without a root."""
+    """Any of torch's option objects; `rootRank` is missing for calls without a root."""
 
     timeout: timedelta
     rootRank: int  # noqa: N815 (the name in torch)

@@ -82,7 +82,7 @@ def is_quantizable(call: CollectiveCall) -> bool:
 
 
 def with_wire(plan: CallPlan, wire: WireLike, ranks: int) -> CallPlan:
-    """Returns the plan of an all_reduce, a reduce_scatter or an all_gather, modified to round data to `wire`.
+    """Returns the plan for an all_reduce, a reduce_scatter or an all_gather, modified to round data to `wire`.
 
     Args:
         plan: the call and its buffers.

@@ -87,8 +87,8 @@ def init_process_group(
 ) -> None:
     """Creates the default process group. Every rank must call this once; it returns when all ranks have called it.
 
-    A program that does not call this function uses torch.distributed's default group, provided that the backend of this
-    group is "paceline". While the group created by this function exists and PyTorch finds no GPU, torch.distributed
+    A program that does not call this function uses torch.distributed's default group, provided that this group's
+    backend is "paceline". While the group created by this function exists and PyTorch finds no GPU, torch.distributed
     uses Paceline for CPU tensors if no backend is specified, for instance in `fully_shard`.
 
     Args:
@@ -99,14 +99,15 @@ def init_process_group(
             "mpi" if mpirun has started the ranks.
         timeout: the time that this call and each later call waits for the other ranks, as a timedelta or in seconds.
             The default is 30 minutes.
-        world_size, rank: the number of ranks and the rank of this process; with env:// they may be taken from the
+        world_size, rank: the number of ranks and the rank of this process; with env:// they can be taken from the
             environment.
         store: a store that all ranks share, instead of `init_method`; it requires `world_size` and `rank`.
         group_name: the group's name in error messages.
         pg_options: must be None; no engine has options.
         device_id: this rank's accelerator, given as a device with an index or by its index alone. It becomes the
-            current device and is used by `barrier`. The ranks' devices are connected at once rather than at the first
-            tensor, so this function itself reports a wrong device. Either all ranks must pass this argument, or none.
+            current device and is used by `barrier`. The ranks' devices are connected immediately rather than at the
+            first tensor, so this function itself reports a wrong device. Either all ranks must pass this argument, or
+            none.
         interface: the network interface through which other hosts reach this host, given by its name or by one of its
             addresses. The default is PACELINE_IFACE, or else the interface on the route to the host of the rendezvous.
         algorithm: the algorithm for every collective that it implements: "ring", "halving_doubling", "tree", "star" or

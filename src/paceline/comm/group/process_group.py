@@ -101,7 +101,7 @@ class ProcessGroup:
 
     Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is rank r's rank in the default group. Methods with
     the same names as those of torch.distributed's groups accept torch's option objects. Without `async_op` they return
-    a `Work`, as in torch: sends and receives return it at once, and all other methods return it when the call is
+    a `Work`, as in torch: sends and receives return it immediately, and all other methods return it when the call is
     complete.
 
     Args:
@@ -123,7 +123,7 @@ class ProcessGroup:
         name: the group's name in error messages.
         backend: the backend's name.
         timeout_ns: the time that calls wait for the other ranks, in nanoseconds.
-        bound_device_id: the accelerator of this rank that `bind` has connected, or None.
+        bound_device_id: this rank's accelerator if `bind` has connected it, otherwise None.
         wire: the format to which all_reduce and reduce_scatter round floats between hosts unless a call passes a
             `wire`. all_gather stays exact, because it often moves parameters, whose drift would go unnoticed.
     """
@@ -813,7 +813,7 @@ class ProcessGroup:
         return self.try_fast_call(operation, input.dtype, count, (input,), (output,), (ranks, ranks), are_whole=True)
 
     def try_fast_barrier(self) -> bool:
-        """Waits for all ranks and returns True, or returns False at once while a profiler is recording."""
+        """Waits for all ranks and returns True, or returns False immediately while a profiler is recording."""
         if profiler._is_profiler_enabled:
             return False
         self._run_equal(Operation.BARRIER, 0, NO_REDUCTION, -1, 0, 0, [], [], ())
@@ -854,7 +854,7 @@ class ProcessGroup:
 
         Args:
             plan: the call and its buffers.
-            async_op: whether to return at once. None waits and returns a finished `Work`, like torch's methods.
+            async_op: whether to return immediately. None waits and returns a finished `Work`, like torch's methods.
         """
         if self._closed:
             raise self.closed_error()

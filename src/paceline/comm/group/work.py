@@ -185,7 +185,7 @@ class Work:
         return self
 
     def when_over(self, then: Callable[[], None]) -> None:
-        """Calls `then` when the call is complete: on the completion thread, or at once if it is already complete."""
+        """Calls `then` when the call is complete: on the completion thread, or immediately if already complete."""
         if self._work is None or self.is_completed():
             then()
         else:
@@ -445,7 +445,7 @@ class CompletionThread:
         wait_ns = _SHORTEST_WAIT_NS
         current: torch.device | None = None
         while True:
-            ends = _core.completion_count()  # read first, so that the sleep misses no later completion
+            ends = _core.completion_count()  # read first, so that no later completion is missed during the sleep
             if self._closed:
                 return
             self._take_arrivals(pending)
@@ -505,7 +505,7 @@ _other_thread: ThreadPoolExecutor | None = None
 
 
 class ProfiledCall:
-    """The event of a call in the profile, from the creation of this object until `end`, which any thread may call.
+    """A call's event in the profile, from the creation of this object until `end`, which any thread may call.
 
     Programs identify a backend's calls in a profile by `is_async`, which torch sets on all events of its own backends.
     For an event recorded from Python, torch sets it only if the event begins and ends on different threads, so the

@@ -10,7 +10,7 @@ client.
     multiplexer -> connecting   PASSED_ON (the holder of the number sends all later bytes), or NO_LISTENER
 
 The header is longer than the first message that Paceline's other listeners expect, so a listener that is not a
-multiplexer rejects it at once.
+multiplexer rejects it immediately.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ HEADER = struct.Struct("<QIIQ10IIiiIIIQQQQ")
 and events; pid, rank, world size, clock kind, flags, number of link entries ever used, ticks per second (0: unknown),
 time namespace, pair count, name count."""
 
-LINKS_PLACE = struct.Struct("<II")  # offset and capacity of the table of links
+LINKS_PLACE = struct.Struct("<II")  # offset and capacity of the link table
 LINKS_PLACE_AT = 120
 CALLS_BEGUN_AT = 128
 EVENTS_BEGUN_AT = 192

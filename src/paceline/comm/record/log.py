@@ -24,7 +24,7 @@ _listeners: list[Callable[[Mapping[str, float]], None]] = []  # called with the 
 def log(**values: SupportsFloat) -> None:
     """Records scalar metrics, such as the loss and the learning rate, for the current step.
 
-    Numbers and one-element tensors are converted to a double at once. For a tensor on a GPU, this call blocks until
+    Numbers and one-element tensors are converted to a double immediately. For a tensor on a GPU, this call blocks until
     the GPU has computed the value, so performance-critical loops should log such values only every few steps. If a
     metric that was finite before, or whose name contains "loss", becomes NaN or infinite, a warning is issued once.
 

@@ -35,7 +35,7 @@ SUFFIX = ".record"
 MEMORY_NAME = "paceline-recording"  # the name under which launchers' memory files appear in /proc
 
 MOST_FILES = 8
-_MOST_RUNNING = 1024  # the maximum number of files from running processes: a host may have this many ranks
+_MOST_RUNNING = 1024  # the maximum number of files from running processes: a host can have this many ranks
 _LEAST_ROOM = 32  # the free space required for a recording, as a multiple of the recording's size
 
 
@@ -70,7 +70,7 @@ class HandedMemory:  # not a dataclass, because importing dataclasses would slow
         return f"{self.fd}:{self.inode}:{self.maker}"
 
     def open(self) -> int | None:
-        """Returns a new descriptor of the memory, or None if it cannot be opened."""
+        """Returns a new descriptor for the memory, or None if the memory cannot be opened."""
         try:
             fd = os.open(f"/proc/{self.maker}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
@@ -84,7 +84,7 @@ class HandedMemory:  # not a dataclass, because importing dataclasses would slow
 
 @contextlib.contextmanager
 def handed_memory() -> Iterator[int | None]:
-    """Yields a descriptor of the memory that a launcher keeps for this process, or None if there is no launcher."""
+    """Yields a descriptor for the memory that a launcher keeps for this process, or None if there is no launcher."""
     handed = HandedMemory.parse(os.environ.get(HANDED_VARIABLE, ""))
     fd = None if handed is None else handed.open()
     try:
@@ -96,7 +96,7 @@ def handed_memory() -> Iterator[int | None]:
 
 @contextlib.contextmanager
 def own_memory() -> Iterator[int]:
-    """Yields a descriptor of a new file for this process, or -1 if no file could be created."""
+    """Yields the descriptor of this process's new file, or -1 if no file could be created."""
     fd = _new_file()
     try:
         yield fd

@@ -90,7 +90,7 @@ class Claim:
 
     @classmethod
     def mine(cls, rank: int, world_size: int) -> Claim:
-        """Returns the claim of this process."""
+        """Returns this process's claim."""
         return cls(rank, world_size, socket.gethostname(), os.getpid())
 
     def encode(self) -> bytes:

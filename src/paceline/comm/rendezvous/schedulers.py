@@ -35,7 +35,7 @@ class Scheduler:
         address: the address of launcher 0's machine.
         port: the port of the launchers' rendezvous.
         slot: the number of this launcher on its machine, and the number of launchers there.
-        job: an identifier of this launch; empty if no variable contains one.
+        job: an identifier for this launch; empty if no variable contains one.
     """
 
     name: str

@@ -25,7 +25,7 @@ from paceline.errors import PacelineError
 from paceline.linux import process_fields
 
 _RANK_BY_PMI = b"PMI_RANK="
-_PARENT, _START_TIME = 1, 19  # indices of the fields of /proc/PID/stat after the program's name
+_PARENT, _START_TIME = 1, 19  # indices among the fields of /proc/PID/stat that follow the program's name
 _ANOTHER_RANK_0 = timedelta(seconds=5)
 
 

@@ -85,7 +85,7 @@ def build(
     root: int = -1,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
-    """Builds the schedule of a rank.
+    """Builds a rank's schedule.
 
     Args:
         algorithm: the name of the algorithm or, for a quantized schedule, of the wire format between hosts.

@@ -86,7 +86,7 @@ def send_order(n: int, me: int, radix: int) -> list[int]:
 def reduce_phase(
     members: Sequence[int], me: int, blocks: Sequence[int], radix: int, *, final: bool = True
 ) -> list[Step]:
-    """Returns the steps of a reduce-scatter of OUTPUT in place, after which member i has the sums of blocks[i].
+    """Returns the steps of an in-place reduce-scatter on OUTPUT, after which member i has the sums of blocks[i].
 
     `members[me]` is this rank; the number of blocks equals the number of members.
     """
@@ -103,7 +103,7 @@ def reduce_phase(
 
 
 def gather_phase(members: Sequence[int], me: int, blocks: Sequence[int], radix: int) -> list[Step]:
-    """Returns the steps of an all-gather of OUTPUT, in which member i sends blocks[i] to all members."""
+    """Returns the steps of an all-gather on OUTPUT, in which member i sends blocks[i] to all members."""
     n, steps = len(members), list[Step]()
     for turn in reversed(circulant_rounds(n, radix)):
         for distance, count in turn.parts:
@@ -198,7 +198,7 @@ def cost(case: Case, cut: RailParameters) -> float:
 
 
 def _phase_s(case: Case, cut: RailParameters, gamma: float) -> float:
-    """Returns the duration, in seconds, of a pipeline of segments with two stages: rings within hosts, and rails."""
+    """Returns the duration, in seconds, of a two-stage pipeline of segments: rings within hosts, and rails."""
     segments = cut.segments_for(case.n_hosts, case.local)
     turns, slice_nbytes = case.local - 1, case.nbytes / case.local
     within = turns * segments * case.model.within_host.alpha_s + turns * slice_nbytes * (

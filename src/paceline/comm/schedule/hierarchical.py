@@ -2,10 +2,10 @@
 
 If all hosts have the same number of ranks, the l-th ranks on all hosts form the l-th rail, which owns the l-th slice of
 the tensor: rings within the hosts reduce the slice, the rail exchanges it between hosts, and rings within the hosts
-distribute the slices. All ranks thus use the network at once (as in the hierarchical all-reduce of Horovod and NCCL;
-Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision"). If hosts have different numbers
-of ranks, and in operations with a root, the first rank on each host is the leader and represents its host; on the
-root's host the root is the leader. `circulant.py` implements the all-reduce on rails.
+distribute the slices. All ranks thus use the network at the same time (as in the hierarchical all-reduce of Horovod and
+NCCL; Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision"). If hosts have different
+numbers of ranks, and in operations with a root, the first rank on each host is the leader and represents its host; on
+the root's host the root is the leader. `circulant.py` implements the all-reduce on rails.
 """
 
 from __future__ import annotations

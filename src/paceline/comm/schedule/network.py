@@ -11,7 +11,7 @@ avoidance algorithm").
 
 `describe_differences` derives a network from measurements between all pairs of hosts. The measurements follow the
 rounds of a tournament, with as many pairs as possible at the same time, because the bottleneck of a shared link, such
-as a rack's uplink, is only visible under concurrent traffic.
+as a rack's uplink, is visible only under concurrent traffic.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Network:
         return in_order and not (self.groups or self.pairs or self.nodes)
 
     def node_of(self, host: int) -> NetworkLink:
-        """Returns the link of a host."""
+        """Returns a host's link."""
         return self.nodes.get(host, self.node)
 
     def among(self, ranks: Sequence[int]) -> Network:
@@ -327,7 +327,7 @@ def _racks(n: int, thin: set[Pair]) -> list[list[int]]:
 
 
 def _uplink(n: int, rack: Sequence[int], measured: Mapping[Pair, NetworkLink], near_s: float) -> NetworkLink:
-    """Returns the uplink of a rack.
+    """Returns a rack's uplink.
 
     In each measured round, the rates of the pairs with exactly one host in the rack are added. The rate of the uplink
     is the largest of these sums.

@@ -364,7 +364,7 @@ def verify(schedules: Sequence[Schedule]) -> None:
     """Proves the schedules of all ranks, in rank order.
 
     The proof shows that at the end every block holds each required contribution exactly once and no other contribution;
-    INPUT is never written; no block is read before it is written; blocks are only stored in places of the same size;
+    INPUT is never written; no block is read before it is written; blocks are stored only in places of the same size;
     `final` is set exactly on the step that adds the last contribution; every SEND matches a step with the same number
     of blocks; and no step waits forever, even if links are unbuffered.
 

@@ -1,4 +1,4 @@
-"""Listener that only admits peers that have the job's secret."""
+"""Listener that admits only peers that have the job's secret."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class EncryptedSocket:
         """Receives data like `recv`, but never blocks.
 
         Raises:
-            BlockingIOError: no data has arrived, or only a part of a TLS record.
+            BlockingIOError: no data has arrived, or only part of a TLS record.
             OSError: the connection is broken.
         """
         try:
@@ -132,7 +132,7 @@ def receive_now(connection: Connection, nbytes: int) -> bytes:
     """Receives data from a readable connection, without blocking.
 
     Raises:
-        BlockingIOError: only a part of a TLS record has been received.
+        BlockingIOError: only part of a TLS record has been received.
         OSError: the connection is broken.
     """
     if isinstance(connection, EncryptedSocket):

@@ -55,7 +55,7 @@ StoreAnswer = tuple[StoreStatus, int, list[bytes]]
 
 
 class Store(ABC):
-    """A key-value store that the ranks of a job share. Keys are strings, and values are bytes (or text in UTF-8).
+    """A key-value store that the ranks in a job share. Keys are strings, and values are bytes (or text in UTF-8).
 
     Every wait fails after `timeout` with a `StoreTimeoutError` that lists the missing keys.
     """
@@ -161,7 +161,7 @@ class Store(ABC):
         return self._ask(StoreOp.QUEUE_LENGTH, [_key(key)])[0]
 
     def set_last_will(self, key: str, value: bytes | str | None) -> None:
-        """Makes the store set `key` to `value` when the connection of this process is lost or closed.
+        """Makes the store set `key` to `value` when this process's connection is lost or closed.
 
         Each key has its own will. A later call for the same key replaces the value, and None withdraws the will. A
         `HashStore` exists only as long as its process, and ignores wills.

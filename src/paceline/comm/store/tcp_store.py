@@ -285,7 +285,7 @@ def _require_own(host_name: str, address: str, error: OSError) -> None:
 
 
 def port_owner(port: int) -> str | None:
-    """Describes the process that listens on a port of this machine, for example as "process 4711 (python train.py)".
+    """Describes the process that listens on a port on this machine, for example as "process 4711 (python train.py)".
 
     Returns None if the process belongs to another user or has exited.
     """

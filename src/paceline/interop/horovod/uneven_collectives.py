@@ -320,7 +320,7 @@ class _Reducescatter(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gathers the gradients from all ranks and multiplies them by the factors of the reduction."""
+        """Gathers the gradients from all ranks and multiplies them by the reduction's factors."""
         factor = ctx.how.before * ctx.how.after * (ctx.process_set.size() if ctx.how.by is Sum else 1)
         gathered = grouped_allgather([grad * factor for grad in grads], None, ctx.process_set)
         if ctx.how.by not in (Sum, Average):

@@ -1,4 +1,4 @@
-"""Reads, migrates and writes the files of a program."""
+"""Reads, migrates and writes a program's files."""
 
 from __future__ import annotations
 

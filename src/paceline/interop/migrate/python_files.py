@@ -125,7 +125,7 @@ def choose_mode(readings: Mapping[str, PythonSource], group_users: Mapping[str, 
     """Returns the mode for a program.
 
     FSDP, DTensor, torch's checkpoints and some libraries require torch's default group. A program that uses any of
-    these keeps torch.distributed and only changes its backend.
+    these keeps torch.distributed and changes only its backend.
 
     Args:
         readings: The parsed files, by file name.

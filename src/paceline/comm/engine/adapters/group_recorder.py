@@ -7,8 +7,8 @@ traffic between hosts otherwise.
 An operation on a device is recorded with times measured by the device and converted to the recording's clock (see
 `RecordedWork.follow`). Two events on the device's streams enclose the operation. No thread blocks on these events: one
 thread in the process (`DeviceWatch`) polls them at intervals and converts the times of completed events. A
-`DeviceClock` for each device relates the device's time to the host's, using events on an otherwise idle stream, which
-complete immediately.
+`DeviceClock` for each device relates the device's time to the host's, using events on an otherwise idle stream, where
+they complete immediately.
 """
 
 from __future__ import annotations

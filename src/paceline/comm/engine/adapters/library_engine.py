@@ -432,7 +432,7 @@ class LibraryEngine:
         return GatheredMembers(members, group_rank, by_host(members), algorithm, diagnosis)
 
     def _keep(self, channel: EngineChannel, messages: Messages) -> LibraryGroup:
-        """Creates a group from its channel and its messages, and registers the group for `close`."""
+        """Creates a group from its channel and its messages, and registers it, so that `close` closes it."""
         group = LibraryGroup(channel, messages)
         self._groups.append(group)
         return group

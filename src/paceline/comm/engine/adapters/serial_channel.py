@@ -131,7 +131,7 @@ class CallEnded(Exception):
 
 
 class QueuedCall:
-    """A call in the queue of a `SerialChannel`; implements `channel.PendingCall`."""
+    """A call in a `SerialChannel`'s queue; implements `channel.PendingCall`."""
 
     def __init__(self, call: CollectiveCall, recorded: RecordedWork) -> None:
         self.call = call
@@ -194,7 +194,7 @@ class SerialChannel(EngineChannel, ABC):
         return turn.outcome()
 
     def submit(self, call: CollectiveCall, /) -> QueuedCall:
-        """Queues a call after the earlier ones and returns at once."""
+        """Queues a call after the earlier ones and returns immediately."""
         return self._queue(call)
 
     def record_as(self, group: int, /) -> None:

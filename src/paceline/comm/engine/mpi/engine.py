@@ -235,7 +235,7 @@ class MpiChannel(SerialChannel):
             _CALLS[operation](self, call, deadline_ns)
 
     def _is_too_long(self, call: CollectiveCall) -> bool:
-        """Returns True if the data of a call is too long for one MPI call and cannot be divided."""
+        """Returns True if a call's data is too long for one MPI call and cannot be divided."""
         if call.operation in _DIVISIBLE:
             return False
         return sum(sum(pieces[1::2]) for pieces in (*call.inputs, *call.outputs)) > MOST_BYTES

@@ -61,7 +61,7 @@ class PredictionMiss(NamedTuple):
 
     Attributes:
         operation, algorithm, dtype: the codes that describe the kind of call.
-        elements: the number of elements of each call.
+        elements: the number of elements in each call.
         calls: the number of calls.
         min_ns: the time of the shortest call, in nanoseconds.
         predicted_ns: the predicted time of each call, in nanoseconds.
@@ -142,7 +142,7 @@ class ScheduledChannel(EngineChannel):
         return self._links.run(*self._planned(call))
 
     def submit(self, call: CollectiveCall) -> _core.Work:
-        """Queues a call after the earlier ones and returns at once."""
+        """Queues a call after the earlier ones and returns immediately."""
         self._log_miss()
         return self._links.submit(*self._planned(call))
 

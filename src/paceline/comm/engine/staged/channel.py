@@ -58,7 +58,7 @@ More slots are slower, because chunks leave the processor's cache before the cor
 """
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
-_SPINS = 50  # the number of polls of an event before the thread pauses
+_SPINS = 50  # the number of times an event is polled before the thread pauses
 _RETIRE_S = 0.001
 _CLOSE_S = 1.0
 _HEADER_FIELDS = 7
@@ -111,7 +111,7 @@ class StagedWork:
 
 @dataclass
 class _Chunk:
-    """A chunk in progress. If there is an event `copied`, the thread may use the slot only after this event."""
+    """A chunk in progress. If `copied` is set, the thread may use the slot only after this event."""
 
     work: StagedWork
     number: int
@@ -124,7 +124,7 @@ class StagedChannel(EngineChannel):
     """Runs calls on device tensors over `inner`, in the order in which they are made; thread-safe.
 
     Args:
-        inner: the channel of the same ranks for CPU tensors. It must not be used elsewhere, and is not closed by this
+        inner: the same ranks' channel for CPU tensors. It must not be used elsewhere, and is not closed by this
             channel.
         device: the device of the tensors.
         recorder: the recorder for the calls.
@@ -163,7 +163,7 @@ class StagedChannel(EngineChannel):
         return work.outcome()
 
     def submit(self, call: CollectiveCall, /) -> StagedWork:
-        """Queues a call after the earlier ones and returns at once.
+        """Queues a call after the earlier ones and returns immediately.
 
         Raises:
             TypeError: the reduction is not defined for the dtype.
@@ -502,7 +502,7 @@ class StagedGroup:
     """A group on a device; see `engine.api.OpenGroup`.
 
     Args:
-        inner: the group of the same ranks for CPU tensors; it is closed by this group.
+        inner: the same ranks' group for CPU tensors; it is closed by this group.
         device: the device of the tensors.
         members: the members, in the order of their group ranks.
         group_rank: the group rank of this process.

@@ -207,7 +207,7 @@ def _side_by_side(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterato
 
 
 def _clear_error(device: torch.device) -> None:
-    """Clears the error of a failed CUDA call, which would otherwise be reported for the thread's next kernel.
+    """Clears the error left by a failed CUDA call, which the thread's next kernel launch would otherwise report.
 
     PyTorch does not provide `cudaGetLastError`, but calls it whenever it launches a kernel.
     """

@@ -1,8 +1,8 @@
 """`StagedMessages`, which stages each message with accelerator tensors in a host buffer of the same size.
 
-A receive begins at once; the copy to the device is enqueued when the program waits for the receive or polls it. A send
-begins when the copy to the host is complete, on the thread that is waiting for the send or, for background sends, on
-the group's own thread. Sends begin in the order in which they were requested.
+A receive begins immediately; the copy to the device is enqueued when the program waits for the receive or polls it. A
+send begins when the copy to the host is complete, on the thread that is waiting for the send or, for background sends,
+on the group's own thread. Sends begin in the order in which they were requested.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class StagedMessages(Messages):
     """Messages with device tensors over `inner`; see `engine.channel.Messages`.
 
     Args:
-        inner: the messages of the same ranks for CPU tensors. It must not be used elsewhere, and is not closed by this
+        inner: the same ranks' messages for CPU tensors. It must not be used elsewhere, and is not closed by this
             object.
         device: the device of the tensors.
         recorder: the recorder for the messages.

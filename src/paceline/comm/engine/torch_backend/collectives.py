@@ -121,7 +121,7 @@ def find_reduction(dtype: int, reduce_op: int, has_float8: bool = False) -> Torc
     """Returns the reduction in the form that an accelerator's process group supports, or None if there is none.
 
     Args:
-        dtype, reduce_op: the codes of the dtype and of the reduction.
+        dtype, reduce_op: the codes for the dtype and the reduction.
         has_float8: whether the library and the device can reduce 8-bit floats.
     """
     kind = DTYPES[dtype]

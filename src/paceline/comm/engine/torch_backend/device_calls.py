@@ -105,7 +105,7 @@ class StreamSettings:
         construct: a function that constructs the process group.
         library: the library's name, for error messages.
         advice: a sentence, without a period, about how to investigate an error reported by the library.
-        identify: a function that returns a device's identifier, which is valid across processes, or "" if processes may
+        identify: a function that returns a device's identifier, which is valid across processes, or "" if processes can
             share the device.
         store: the store in which ranks report how they exited.
         is_closing: a function that returns True if the engine is being closed.
@@ -365,7 +365,7 @@ class CallStream:
             return CallFailure(OutcomeCode.PEER_LOST, gone=self._group_ranks(gone))
         said = None if gone or self._group is None else self._group.error()
         if said is not None and self._error_since is None:
-            self._error_since = now  # the connection of a dying rank breaks before its process exits
+            self._error_since = now  # a dying rank's connection breaks before its process exits
         if said is not None and self._error_since is not None and now - self._error_since > _GRACE_S:
             return self._difference(at_once=True) or CallFailure(
                 OutcomeCode.REFUSED,
@@ -424,7 +424,7 @@ class CallStream:
         return [self._ranks.group_ranks[index] for index in indices]
 
     def abort(self) -> None:
-        """Aborts the calls on the stream and rejects later ones; calls on the other ranks fail at their timeouts."""
+        """Aborts the calls on the stream and rejects later ones; calls on the other ranks fail when they time out."""
         self._break(CallFailure(OutcomeCode.ABORTED))
 
     def leave(self) -> None:

@@ -4,9 +4,9 @@ The engine uses `nccl` for CUDA and ROCm, and process groups from PyTorch or an 
 
 NCCL does not support tags, and runs a process group's calls in order, so two ranks that both send first would deadlock.
 Therefore each direction between two ranks uses a separate call stream. The first message opens the stream on a separate
-thread, because the other rank may be late; later messages are enqueued on the stream at once. Messages in one direction
-are received in the order in which they are sent, regardless of their tags. The two ranks compare the order of their
-tags through the store.
+thread, because the other rank may be late; later messages are enqueued on the stream immediately. Messages in one
+direction are received in the order in which they are sent, regardless of their tags. The two ranks compare the order of
+their tags through the store.
 """
 
 from __future__ import annotations
@@ -364,7 +364,7 @@ def start(name: str, context: EngineContext) -> DeviceEngine:
 
 
 def identify(device: torch.device) -> str:
-    """Returns a GPU's UUID, or "" for devices that processes may share."""
+    """Returns a GPU's UUID, or "" for devices that processes can share."""
     if device.type != "cuda":
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)

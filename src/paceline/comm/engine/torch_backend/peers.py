@@ -221,7 +221,7 @@ _MOST_REMOTE = 64
 
 
 class PeerWatch:
-    """Watches the processes of the ranks other than this one.
+    """Watches the other ranks' processes.
 
     Args:
         peers: the ranks' processes.

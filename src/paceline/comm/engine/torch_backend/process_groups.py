@@ -149,7 +149,7 @@ class OwnedProcessGroup:
         return None if error.name == "SUCCESS" else f"{error.name}"
 
     def abort(self) -> None:
-        """Aborts the group at once; the results of its calls are undefined. Idempotent; any thread may call this."""
+        """Aborts the group immediately; its calls' results are undefined. Idempotent; any thread may call this."""
         if not self._ended:
             self._ended = True
             run_bounded(self._end_now, time.monotonic() + _ABORTING_S, "abort")
@@ -181,7 +181,7 @@ class OwnedProcessGroup:
 
 
 def _method(group: Any, name: str) -> Callable[[], object] | None:
-    """Returns a method of a group, or None; in older releases of PyTorch, the name may begin with an underscore."""
+    """Returns a group's method, or None; in older releases of PyTorch, the name may begin with an underscore."""
     method: Callable[[], object] | None = getattr(group, name, None) or getattr(group, f"_{name}", None)
     return method
 

@@ -8,7 +8,7 @@ Every rank of a group makes the same calls in the same order. These rules apply 
 - `src` and `dst` are ranks in the default group, and `group_src` and `group_dst` are ranks in `group`; pass either one.
 - `group` is a Paceline group, or None for the default group. On a rank that is not in `group` a call does nothing and
   returns None.
-- With `async_op=True` a call returns a `Work` at once, and its tensors must not be accessed before the work is
+- With `async_op=True` a call returns a `Work` immediately, and its tensors must not be accessed before the work is
   complete. With `async_op=False` (the default) it returns None when it is complete.
 - Tensors that a call writes count as modified in place, so a backward pass that needs their old values raises an error.
 - `timeout` is a timedelta or a number of seconds; None means the group's timeout.
@@ -60,7 +60,7 @@ def barrier(
 
     Args:
         group: the group; the default group if None.
-        async_op: whether to return a `Work` at once.
+        async_op: whether to return a `Work` immediately.
         device_ids: a list with the index of this rank's device. The default is the device passed to
             `init_process_group`, or else the current device. Ignored in a group without an engine for an accelerator.
         timeout: the time to wait, as a timedelta or in seconds; the group's timeout if None.
@@ -243,7 +243,7 @@ def all_reduce(
         tensor: a tensor with the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor
             is coalesced afterward. For sparse tensors the call blocks until all ranks have made it, even with
             `async_op=True`, because the ranks first exchange their numbers of values.
-        op: the reduction: a `ReduceOp`, a `PremulSum`, or a reduction of torch. The default is SUM.
+        op: the reduction: a `ReduceOp`, a `PremulSum`, or one of torch's reductions. The default is SUM.
         group, async_op, timeout, wire: see the rules in the module's docstring.
     """
     chosen = resolve(group, "all_reduce")

@@ -2,7 +2,7 @@
 
 Each rank passes a list with one tensor for each of its devices, and each tensor is a member of the collective. For
 example, `all_reduce_multigpu` reduces over all tensors of all ranks. The tensors of a rank must have the same dtype and
-number of elements. They may all be on the same device, such as the CPU.
+number of elements. They can all be on the same device, such as the CPU.
 
 A process reduces its own tensors along the same pairwise tree that the engine uses across ranks. If each process has
 2^k tensors, the combined tree is therefore the same as if each tensor belonged to a rank of its own. The results are
@@ -144,7 +144,7 @@ def all_gather_multigpu(
     _require_alike(input_tensor_list, call, "input_tensor_list")
     n = len(input_tensor_list)
     _require_lists(output_tensor_lists, n, n * chosen.size(), call, "output_tensor_lists")
-    device = input_tensor_list[0].device  # the tensors of a call must be on one device
+    device = input_tensor_list[0].device  # a call's tensors must be on one device
     first = _on(device, output_tensor_lists[0])
     by_rank = [first[r * n : (r + 1) * n] for r in range(chosen.size())]
     inputs = [tensor.detach().to(device) for tensor in input_tensor_list]

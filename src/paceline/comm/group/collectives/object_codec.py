@@ -137,7 +137,7 @@ class TypeCodec:
     The result of `pack` consists of msgpack's own types and of values returned by the methods of `Packer`.
     """
 
-    type: type | None  # None if the module of the type has not been imported
+    type: type | None  # None if the type's module has not been imported
     pack: Callable[[Any, Packer], object]
     unpack: Callable[[Any, Unpacker], object]
 

@@ -70,7 +70,7 @@ class PersistentCall(_core.FastPathCall):
         self._name = name
         dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
         self._memory = [(tensor, memory_layout(tensor)) for tensor in dense]
-        self._work: Work | None = None  # the work of the latest start, until `wait` returns
+        self._work: Work | None = None  # the work from the latest start, until `wait` returns
         self._starting = threading.Lock()
 
     def __repr__(self) -> str:
@@ -90,7 +90,7 @@ class PersistentCall(_core.FastPathCall):
 
     @eager
     def start(self) -> None:
-        """Starts the call and returns at once."""
+        """Starts the call and returns immediately."""
         self._require_memory()
         with self._starting:
             self._require_idle()

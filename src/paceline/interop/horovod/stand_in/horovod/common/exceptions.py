@@ -1,4 +1,4 @@
-"""Horovod's exception classes that programs may catch."""
+"""Horovod's exception classes, for programs that catch them."""
 
 from paceline.errors import CollectiveError as HorovodInternalError
 
@@ -6,7 +6,7 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Signals a change of the job's machines in Horovod. Never raised by Paceline."""
+    """In Horovod, signals that the job's machines have changed. Never raised by Paceline."""
 
     def __init__(self, skip_sync: bool) -> None:
         super().__init__()
@@ -14,4 +14,4 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Signals in Horovod that an extension was built for a different release. Never raised by Paceline."""
+    """In Horovod, signals that an extension was built for a different release. Never raised by Paceline."""
