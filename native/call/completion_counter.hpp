@@ -1,4 +1,4 @@
-// Wakes threads that watch several asynchronous calls whenever an asynchronous call of this process completes.
+// Wakes threads that watch several asynchronous calls whenever an asynchronous call in this process completes.
 //
 // A watcher reads the count, checks its calls, and sleeps only while the count is unchanged. A call that completes
 // between the check and the sleep changes the count, so no wake-up is lost.

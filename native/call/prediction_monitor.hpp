@@ -31,7 +31,7 @@ class PredictionMonitor {
     static constexpr std::uint32_t kCallsPerKind = 20;  // number of calls of a kind before the comparison
     static constexpr double kMaxRatio = 1.2;            // the largest acceptable ratio between duration and prediction
 
-    // Adds a successful call, and ignores calls without a prediction. Not thread-safe.
+    // Adds a successful call; calls without a prediction are ignored. Not thread-safe.
     void note(const Call& call, std::int64_t took_ns);
 
     // Returns the first mispredicted kind of call, or nullopt if there is none or it was already returned. Any thread

@@ -133,7 +133,7 @@ void attribute_timeout(Outcome& outcome, const WaitChainResult& found, const Gro
     const auto is_among = [](const std::vector<int>& all, int one) {
         return std::find(all.begin(), all.end(), one) != all.end();
     };
-    std::vector<int> here;  // ranks of this group that block the call
+    std::vector<int> here;  // ranks in this group that block the call
     for (int rank = 0; rank < members.size; ++rank) {
         const int global_rank = members.global_rank(rank);
         const bool holds_up = is_among(found.blocking, global_rank);

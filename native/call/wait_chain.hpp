@@ -74,7 +74,7 @@ struct GroupMembers {
 };
 
 // Stores in `outcome` the ranks that `found` identifies as responsible. `absent` contains the group ranks that have not
-// begun the call, `awaited` those that the call is waiting for.
+// begun the call, and `awaited` contains those that the call is waiting for.
 void attribute_timeout(Outcome& outcome, const WaitChainResult& found, const GroupMembers& members,
                        std::vector<int> absent, const std::vector<int>& awaited);
 

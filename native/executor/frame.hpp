@@ -18,7 +18,7 @@ enum class FrameKind : std::uint32_t {
     accept,
     data,     // a part of an accepted message
     refuse,   // rejects an offer: the matching receive has a different size or dtype
-    credit,   // the receiver has consumed `nbytes` of eager messages
+    credit,   // the receiver has consumed `nbytes` bytes of eager messages
     waiting,  // the sender is waiting in the call described in the body
     failure,  // the reason why the sender broke the group
     goodbye,  // the sender destroyed the group; `id` is the packed `FailureCause`, or 0

@@ -39,7 +39,7 @@ class CopyMethodSelector {
     void add_measurement(CopyMethod method, float ticks_per_byte);
 
   private:
-    static constexpr std::size_t kKeptMeasurements = 4;  // several, because some may be disturbed by lost cores
+    static constexpr std::size_t kKeptMeasurements = 4;  // several, because losing a core may disturb some of them
     static constexpr float kStreamedThreshold = 0.9F;    // use streaming below this ratio of streamed to cached time
 
     struct Timings {

@@ -12,8 +12,8 @@
 
 namespace paceline::link {
 
-// The counters of a ring. They are stored apart from its bytes, so that a rank accesses fewer pages when it polls many
-// rings.
+// The counters of a ring. They are stored apart from the ring's bytes, so that a rank accesses fewer pages when it
+// polls many rings.
 struct RingCounters {
     alignas(128) std::atomic<std::uint64_t> head{0};
     alignas(128) std::atomic<std::uint64_t> tail{0};

@@ -22,7 +22,7 @@ struct Cores {
 
     std::array<std::uint64_t, kMax / 64> allowed{};  // the affinity mask: one bit for each of the first `kMax` cores
     CpuQuota quota;
-    int threads = 1;  // the number of threads with which the process computes
+    int threads = 1;  // the number of compute threads in the process
 
     // Returns the number of cores that this process can keep busy, rounded up and at least 1.
     int count() const;

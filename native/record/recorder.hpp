@@ -41,10 +41,10 @@ class Recorder {
     Recorder& operator=(const Recorder&) = delete;
     ~Recorder() = delete;  // threads write until the process exits
 
-    // Pauses or resumes recording, for measurements of its cost. No entry may be open.
+    // Pauses or resumes recording, to measure its cost. No entry may be open.
     static void pause(bool is_paused);
 
-    // Records the rank of this process and the number of ranks.
+    // Records this process's rank and the number of ranks.
     void identify(int rank, int world_size);
     // Records that the process is exiting normally.
     void finish();
@@ -106,7 +106,7 @@ class Recorder {
     std::atomic<std::uint64_t> next_calibration_{0};  // in ticks
 };
 
-// Returns the kernel's id of the calling thread.
+// Returns the kernel's id for the calling thread.
 std::uint32_t thread_number();
 
 // Sets `CallFields::site` of the call that this thread adds next; later calls have none unless it is set again.

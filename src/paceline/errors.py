@@ -62,7 +62,7 @@ def ordinal(number: int) -> str:
 def is_user_file(file: str) -> bool:
     """Returns True if a source file belongs to the user, rather than to Python, an installed package or Paceline.
 
-    Messages name lines in the user's files only.
+    Messages refer only to lines in the user's files.
     """
     is_own = file.startswith(("<", _PACKAGE)) or file.endswith(STARTERS)
     folders = file.split("/")[:-1]
@@ -73,7 +73,7 @@ def is_user_file(file: str) -> bool:
 
 
 def _is_library(folder: str, name: str) -> bool:
-    """Returns True if a folder with this name in `folder` is Python's library, such as `lib/python3.11`."""
+    """Returns True if a folder with this name in `folder` is Python's library directory, such as `lib/python3.11`."""
     version = name.removeprefix("python").removesuffix(".zip").replace(".", "")
     return folder in ("lib", "lib64") and name.startswith("python3") and version.isdecimal()
 
@@ -151,7 +151,7 @@ class CollectiveError(PacelineError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """The ranks of a group made calls that do not match; every rank of the group raises this error."""
+    """The ranks in a group made calls that do not match; every rank in the group raises this error."""
 
 
 class CollectiveTimeoutError(_TimedOut, CollectiveError, TimeoutError):

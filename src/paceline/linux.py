@@ -22,7 +22,7 @@ F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE = 1, 2, 4, 8
 F_OFD_SETLK, F_OFD_SETLKW = 37, 38
 
-_STDIN_CALLS = {"x86_64": (0, 23, 270), "aarch64": (63, 72)}  # the numbers of read, select and pselect6
+_STDIN_CALLS = {"x86_64": (0, 23, 270), "aarch64": (63, 72)}  # the system call numbers of read, select and pselect6
 _PR_SET_PDEATHSIG = 1
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN, _PIDFD_GETFD = 424, 434, 438
 

@@ -168,7 +168,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tens
 
 @eager
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """Returns all ranks' `tensor` in rank order on rank `dst`, and the same number of zero tensors on other ranks.
+    """Returns all ranks' `tensor` in rank order on rank `dst`; on other ranks, returns the same number of zero tensors.
 
     The gradient of a rank's tensor is the gradient of its copy on rank `dst`; the gradients of the zeros are ignored.
     """
@@ -378,7 +378,7 @@ class Gather(Function):
 class Scatter(Function):
     """Copies the root's tensor for this rank to `output`.
 
-    The other ranks' tensors only determine whether those ranks run the backward pass.
+    The other ranks' tensors determine only whether those ranks run the backward pass.
     """
 
     @staticmethod

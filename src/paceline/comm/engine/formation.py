@@ -104,8 +104,8 @@ def _name(entry: Mapping[str, Any], rank: int) -> str:
 
 _INIT = "engine"
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.1, 0.8
-_PARTING_S = 2.0  # the time for other ranks to read the reason, if a rank has died
-_LONGEST_PARTING_S = 15.0  # the time for other ranks to read the reason, if no rank is known to have died
+_PARTING_S = 2.0  # the time that other ranks have to read the reason, if a rank has died
+_LONGEST_PARTING_S = 15.0  # the time that other ranks have to read the reason, if no rank is known to have died
 _NEWS_DELAY_S = 0.5  # the time within which a lost rank is reported
 _STORE_RANK = 0  # the rank that serves the store, unless the launcher serves it
 
@@ -137,7 +137,7 @@ class Formation:
         return self._open
 
     def watch(self, gone: Callable[[], RankIdentity | None]) -> None:
-        """Registers a function for `look` to call. It returns a rank that has died or left, or None if none has."""
+        """Registers a function for `look` to call, which returns a rank that has died or left, or None if none has."""
         before = self._gone
         self._gone = lambda: before() or gone()
 

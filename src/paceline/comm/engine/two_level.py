@@ -121,7 +121,7 @@ class TwoLevelChannel(SerialChannel):
 
     Args:
         diagnosis: the object that determines why a call failed.
-        whole: the channel of all ranks, which runs all other operations.
+        whole: the channel that connects all ranks and runs all other operations.
         hosts: the group ranks on each host.
         rank: the group rank of this process.
         within: the group of this host's ranks.

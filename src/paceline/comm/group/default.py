@@ -103,7 +103,7 @@ class World:
 
 
 class OwnWorld(World):
-    """The world created by `init_process_group`; it is closed at process exit at the latest."""
+    """The world created by `init_process_group`; it is closed no later than at process exit."""
 
     def __init__(self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
         super().__init__(store, engines, group, timeout_s)

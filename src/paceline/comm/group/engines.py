@@ -98,7 +98,7 @@ class Devices:
             opened.abort()
 
     def failure(self) -> int:
-        """Returns the `OutcomeCode` of a failure on any device, or OK."""
+        """Returns the `OutcomeCode` for a failure on any device, or OK."""
         return next(filter(None, (opened.failure() for opened in self._all())), OutcomeCode.OK)
 
     def _all(self) -> list[OpenGroup]:

@@ -65,7 +65,7 @@ def applies_updates(group: ProcessGroup) -> bool:
 
 
 def share_on_host(group: ProcessGroup, nbytes: int) -> _core.SharedMemory:
-    """Allocates `nbytes` bytes of zeroed memory shared by the ranks on this host; all ranks of `group` must call this.
+    """Allocates `nbytes` bytes of zeroed memory shared by the ranks on this host; all ranks in `group` must call this.
 
     `host_ranks(group)` must not be None.
 

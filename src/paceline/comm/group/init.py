@@ -180,7 +180,7 @@ def destroy_process_group(group: Group = None) -> None:
     """Destroys `group` without waiting for the other ranks.
 
     If torch.distributed created the default group, the group exists until `torch.distributed.destroy_process_group()`
-    is called; this function then only destroys the groups that Paceline created from its ranks.
+    is called; this function then destroys only the groups that Paceline created from its ranks.
 
     Args:
         group: the group to destroy; if None, the default group and all groups created from its ranks.

@@ -237,7 +237,7 @@ class ProcessGroup:
         Any thread may call this while other threads are waiting in calls on the group; it does not wait for other
         ranks. Use it from a thread that detects that the group cannot continue, for instance because a rank must be
         replaced. `close` must still be called afterward. With the engines "gloo", "mpi" and "nccl" only this rank's
-        calls are aborted; with "gloo" and "mpi", calls in progress continue until their timeouts.
+        calls are aborted; with "gloo" and "mpi", calls in progress continue until they time out.
         """
         self._devices.abort()
 

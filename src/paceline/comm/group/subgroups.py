@@ -101,7 +101,7 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | NonMember:
-    """Creates a group from each list of ranks in `parent_pg`; all ranks of `parent_pg` must call this.
+    """Creates a group from each list of ranks in `parent_pg`; all ranks in `parent_pg` must call this.
 
     The default parent is the default group. The lists contain group ranks in the parent. A rank may be in at most one
     list. See `new_subgroups` for the other arguments.

@@ -82,7 +82,7 @@ class TensorBoardLog:
 
     Args:
         writer: the writer, which the caller closes.
-        prefix: a prefix for the name of each metric.
+        prefix: a prefix for each metric's name.
     """
 
     def __init__(self, writer: Any, prefix: str = "") -> None:
@@ -102,7 +102,7 @@ class WandbLog:
 
     Args:
         run: the run that `wandb.init` returned.
-        prefix: a prefix for the name of each metric.
+        prefix: a prefix for each metric's name.
     """
 
     def __init__(self, run: Any, prefix: str = "") -> None:

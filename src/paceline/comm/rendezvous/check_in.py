@@ -36,7 +36,7 @@ KEY = "verdict"
 ADVICE = "look at its output and, if it was killed, at the memory it used (dmesg)"
 
 _TIMEOUT = "timeout: "
-_READERS = "heard"  # the key under which the ranks that have read the verdict are counted
+_READERS = "heard"  # the key that counts the ranks that have read the verdict
 _READERS_S, _READERS_POLL_S = 5.0, 0.01
 _LATE_RANKS_S, _LATE_RANKS_POLL_S = 5.0, 0.05
 
@@ -75,7 +75,7 @@ def leave_will(store: Store, end: str) -> None:
 
 
 def take_back_will(store: Store) -> None:
-    """Withdraws the will; after that, the exit of this process no longer sets the verdict."""
+    """Withdraws the will; after that, this process's exit no longer sets the verdict."""
     store.set_last_will(KEY, None)
 
 
@@ -143,7 +143,7 @@ def describe_absence(claims: list[Claim], world_size: int, waited_s: float) -> s
 def claim_rank(store: Store, claim: Claim, timeout_s: float) -> None:
     """Claims a rank and waits for the verdict.
 
-    After the claim, the death of this process sets the verdict. If the claim succeeds, the caller must call
+    After the claim, this process's death sets the verdict. If the claim succeeds, the caller must call
     `take_back_will` once the group has formed.
 
     Raises:

@@ -91,8 +91,8 @@ def rendezvous(
         init_method: "env://" (the default without a `store`), "tcp://host:port", "file:///path", or an address with a
             scheme registered by `register_rendezvous_handler`.
         store: a store that all ranks share, instead of `init_method`.
-        world_size: the number of ranks; -1 takes it from the environment or the URL.
-        rank: this process's rank; -1 takes it from the environment or the URL.
+        world_size: the number of ranks; if -1, it is taken from the environment or the URL.
+        rank: this process's rank; if -1, it is taken from the environment or the URL.
         timeout_s: the time to wait for the other ranks, in seconds; at most a hundred years.
 
     Raises:

@@ -196,7 +196,7 @@ def choose(
 ) -> AlgorithmChoice:
     """Returns the fastest algorithm for the call, or `forced`, with the predicted durations of all candidates.
 
-    The other arguments are those of `predict`.
+    See `predict` for the other arguments.
 
     Raises:
         ValueError: `forced` is not an algorithm, or does not implement the operation.
@@ -223,7 +223,7 @@ def forced_or_best(
     """Chooses the forced algorithm, or else the preferred one, or else the fastest.
 
     Args:
-        operation, nbytes, world_size, n_hosts: the description of the call.
+        operation, nbytes, world_size, n_hosts: a description of the call.
         candidates: the algorithms from the fastest to the slowest.
         forced: the algorithm to choose, or None.
         preferred: an algorithm to choose in place of the fastest because it is nearly as fast, or None.

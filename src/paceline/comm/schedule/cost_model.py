@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 PIPE_NBYTES = 128 << 10
-"""The number of bytes of a long slice that a rank receives before it starts to forward them."""
+"""The number of bytes in a long slice that a rank receives before it starts to forward them."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Case:
 
 
 Cost: TypeAlias = Callable[[Case], float]
-"""The closed form for one operation: the duration of a call, in seconds."""
+"""The closed-form expression for one operation: the duration of a call, in seconds."""
 
 
 def message_s(link: LinkCost, nbytes: float, extra_s_per_byte: float = 0) -> float:

@@ -35,7 +35,7 @@ from paceline.comm.schedule.steps import (
 
 
 def all_reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Uses rails; with uneven hosts, a tree in each host sums the tensors, and a ring of leaders exchanges the sums."""
+    """Uses rails; with uneven hosts, a tree on each host sums the tensors, and a ring of leaders exchanges the sums."""
     hosts, host, local, me = home = find_host_position(topology)
     n_hosts = len(hosts)
     if home.is_even:
@@ -101,14 +101,14 @@ def all_gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def broadcast(topology: RankTopology) -> BlocksAndSteps:
-    """Sends the tensor down a tree of leaders, then down a tree in each host."""
+    """Sends the tensor down a tree of leaders, then down a tree on each host."""
     _, host, local, me = home = find_host_position(topology)
     between = tree.broadcast_phase(home.rail, host, OWN_OUTPUT) if me == 0 else []
     return 1, between + tree.broadcast_phase(local, me, OWN_OUTPUT)
 
 
 def reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Sends sums up a tree in each host, then up a tree of leaders."""
+    """Sends sums up a tree on each host, then up a tree of leaders."""
     hosts, host, local, me = home = find_host_position(topology)
     own, into = (
         (OWN_OUTPUT, OWN_OUTPUT) if topology.rank == topology.root else (OWN_INPUT, BufferSlice(Buffer.SCRATCH, 0))
@@ -188,7 +188,7 @@ def _leaders_ring(case: Case, gamma: float) -> float:
 
 
 def _through_leaders(case: Case, gamma: float = 0) -> float:
-    """Returns the time, in seconds, for passing all bytes through a tree in the host and a tree between hosts."""
+    """Returns the time, in seconds, for passing all bytes through a tree on the host and a tree between hosts."""
     return _within(case, doubling_rounds(case.local), case.nbytes, gamma) + _between(
         case, doubling_rounds(case.n_hosts), case.nbytes, gamma
     )

@@ -56,7 +56,7 @@ class NetworkLink:
 
     @property
     def cost(self) -> LinkCost:
-        """The cost of a message on the link, as used in the closed forms."""
+        """The cost of a message on the link, as used in the closed-form expressions."""
         rate = min(self.bytes_per_s * (1 - self.loss), most_with_loss(self.latency_s, self.loss))
         return LinkCost(self.latency_s + self.overhead_s, 1 / rate, self.overhead_s)
 
@@ -183,7 +183,7 @@ class Network:
         )
 
     def cost_model(self) -> CostModel:
-        """Returns the cost model for the closed forms, with the worst latency and the worst rate between hosts."""
+        """Returns the cost model for closed-form expressions, with the worst latency and rate between hosts."""
         if len(self.hosts) == 1:
             return CostModel(self.within_host.cost, self.within_host.cost, self.gamma_s_per_byte)
         used = [self.node_of(host).cost for host in range(len(self.hosts))]

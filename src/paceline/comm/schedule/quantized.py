@@ -160,7 +160,7 @@ def _reduce_phase(
 
 
 def _gather_phase(home: HostPosition, blocks: Sequence[Sequence[int]], slots: Iterator[int]) -> list[Step]:
-    """Returns the steps in which each block's owner sends the rounded block of OUTPUT to all ranks of the rail."""
+    """Returns the steps in which each block's owner sends the rounded block of OUTPUT to all ranks on the rail."""
     rail, me, n = home.rail, home.host, len(home.hosts)
     steps: list[Step] = []
     for block in blocks[me]:

@@ -225,7 +225,7 @@ def simulate_call(
     Args:
         algorithm: the name of the algorithm or, for a quantized schedule, of the wire format.
         operation: the collective.
-        nbytes: the size in bytes of a rank's longest buffer, as for `algorithms.predict`.
+        nbytes: the size in bytes of a rank's longest buffer, as in `algorithms.predict`.
         network: the ranks and the links between them.
         arrivals: the time in seconds at which each rank makes the call; 0 by default.
         speeds: the relative speed at which each rank copies and reduces; 1 by default.

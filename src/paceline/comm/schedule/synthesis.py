@@ -59,7 +59,7 @@ from paceline.comm.schedule.steps import (
 from paceline.comm.schedule.verify import verify
 
 PARTS_OF_A_HOST = 6
-"""The number of parts into which a tensor is divided, per host."""
+"""The number of parts per host into which a tensor is divided."""
 
 MOST_HOSTS = 8
 DETOURS = (2.0, 1.25, 1.0)

@@ -1,6 +1,6 @@
 """The binomial tree, in which every round doubles the number of ranks reached, so n ranks take log2(n) rounds.
 
-The tree is the best choice for short messages. Gather and scatter move each subtree's blocks in few messages. MPICH
+The tree is the best choice for short messages. Gather and scatter move each subtree's blocks in a few messages. MPICH
 uses the same tree (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH").
 The first member of a group is its root; member i's subtree consists of the members i to i + (lowest set bit of i) - 1.
 """

@@ -241,7 +241,7 @@ def block_fits(operation: Operation, rank: int, index: int, value: BlockValue) -
 
 
 Accesses: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, int]]]
-"""The places that a step reads and those that it writes, block by block, each with its number of earlier accesses.
+"""The places that a step reads and those that it writes, block by block, with the number of earlier accesses to each.
 
 A read waits until all writes to the place by earlier steps of its rank are complete; a write waits until all accesses
 to the place by earlier steps are complete. A step that updates in place (src is dst) is one write.

@@ -26,7 +26,7 @@ class SharedFileError(PermissionError):
 
 
 def open_own(path: str, access: int = os.O_RDWR) -> int:
-    """Opens a private file of this user, or creates it with mode 600; returns a descriptor for the caller to close.
+    """Opens this user's private file, or creates it with mode 600; the caller must close the returned descriptor.
 
     If the file is empty, belongs to this user and is at most readable by others (as after `touch`), its mode is set to
     600.
@@ -92,7 +92,7 @@ def write_own(path: str, content: bytes) -> None:
 
 
 def append_to(path: str) -> int:
-    """Opens or creates a file for appending, without following links; returns a descriptor for the caller to close.
+    """Opens or creates a file for appending, without following links; the caller must close the returned descriptor.
 
     Raises:
         OSError: the file is a link, is not a regular file, or is not writable.

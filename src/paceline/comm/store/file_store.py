@@ -71,7 +71,7 @@ class FileStore(Store):
 
     def _open(self) -> None:
         self._owner = os.getpid()
-        self._threads = threading.Lock()  # the file's locks exclude other processes, but not threads of this process
+        self._threads = threading.Lock()  # the file's locks exclude other processes, but not other threads
         self._table = _core.StoreTable()
         self._replayed = len(_MAGIC)
         self._testator: bytes | None = None  # identifies the byte that this process locks once it has a will

@@ -1,4 +1,4 @@
-"""Client of a store served by another process or by another thread of this process."""
+"""Client of a store served by another process or by another thread in this process."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"  # keys
 
 
 class StoreServer:
-    """Server of a store. Python performs only the handshake of each connection; a thread in the core serves requests.
+    """Server for a store. Python performs only the handshake of each connection; a thread in the core serves requests.
 
     Args:
         listener: the listening socket, which the server closes.

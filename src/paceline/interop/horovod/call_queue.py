@@ -48,7 +48,7 @@ class CallKind(IntEnum):
 
 
 def require_tensors(tensors: Iterable[object], call: str) -> None:
-    """Raises TypeError unless all arguments in `tensors` are tensors. `call` is the function's name for the message."""
+    """Raises TypeError unless all arguments in `tensors` are tensors. `call` is the function's name in the message."""
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(

@@ -168,7 +168,7 @@ class GroupRendezvous:
         rank: The rank of this process.
         size: The number of ranks.
         timeout: The timeout for calls on the group.
-        named: The rank of each member in torch's default group, used in error messages.
+        named: The members' ranks in torch's default group, used in error messages.
         name: The group's name, used in error messages and to identify the group in recordings.
         occasion: A string that distinguishes the group from other groups with the same name and members. It is the same
             on all members.

@@ -133,7 +133,7 @@ class RecordedOperation(Protocol):
     """A call or a message in the recording."""
 
     def start(self) -> None:
-        """Records that the operation starts to run."""
+        """Records that the operation is starting."""
 
     def follow(self, device: torch.device, reached: AcceleratorEvent, ended: AcceleratorEvent | None = None) -> None:
         """Sets the start and end times from events on a device; see `RecordedWork.follow`."""
@@ -175,7 +175,7 @@ class RecordedWork:
         return _core.is_recording()
 
     def start(self) -> None:
-        """Records that the operation starts to run."""
+        """Records that the operation is starting."""
         self._call.start()
 
     def follow(self, device: torch.device, reached: AcceleratorEvent, ended: AcceleratorEvent | None = None) -> None:

@@ -91,7 +91,7 @@ def await_members(
 
     Args:
         context: the engine's context.
-        name: the name of the group in the store.
+        name: the group's name in the store.
         members: the group's members, in the order of their group ranks.
         group_rank: the group rank of this process.
         timeout_s: the time to wait, in seconds.
@@ -416,7 +416,7 @@ class LibraryEngine:
         announce_leave(self._context)
 
     def _gather(self, ranks: Sequence[int], timeout_s: float, identity: int, algorithm: str | None) -> GatheredMembers:
-        """Waits until all members of a group are opening it; the arguments are those of `open_group`.
+        """Waits until all members of a group are opening it; takes the arguments of `open_group`.
 
         Raises:
             ValueError: there is no such algorithm.

@@ -68,7 +68,7 @@ class FlatBuffer:
 
 
 def adjacent_spans(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
-    """Returns the addresses and lengths of pieces in bytes; pieces that are adjacent in memory are merged."""
+    """Returns the pieces' addresses and their lengths in bytes; pieces that are adjacent in memory are merged."""
     joined: list[tuple[int, int]] = []
     for tensor in pieces:
         for address, nbytes in zip(tensor[::2], tensor[1::2], strict=True):

@@ -202,7 +202,7 @@ class SerialChannel(EngineChannel, ABC):
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Aborts queued and later calls. A call that is already running in the library continues until its timeout.
+        """Aborts queued and later calls. A call that is already running in the library continues until it times out.
 
         The other ranks detect that this rank has left when their own calls fail.
         """

@@ -20,7 +20,7 @@ from paceline.comm.engine.adapters.serial_channel import CallTimeout, LibraryErr
 from paceline.comm.engine.channel import DTYPES, ITEM_SIZES, ReduceOp
 
 MOST_BYTES = 1 << 30
-"""The maximum number of bytes per MPI call. Longer tensors are divided: before version 4, MPI uses 32-bit counts."""
+"""The maximum number of bytes per MPI call. Longer tensors are divided, as MPI before version 4 has 32-bit counts."""
 
 
 @functools.cache

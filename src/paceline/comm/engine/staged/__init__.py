@@ -1,4 +1,4 @@
-"""Groups for accelerator tensors that are staged through host memory and use the engine for CPU tensors.
+"""Groups that stage accelerator tensors through host memory and use the engine for CPU tensors.
 
 A call is divided into chunks, which are copied to pinned host memory, reduced or exchanged there, and copied back.
 Backends without an engine for the device use these groups, which require no other library.

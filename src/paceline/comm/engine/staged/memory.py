@@ -188,7 +188,7 @@ def copy_to_host(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def copy_to_device(parts: Sequence[torch.Tensor], host: torch.Tensor) -> None:
-    """Enqueues a copy from host memory to device memory; the arguments are those of `copy_to_host`."""
+    """Enqueues a copy from host memory to device memory; see `copy_to_host` for the arguments."""
     if len(parts) > _MANY:
         whole = torch.empty(host.numel(), dtype=torch.uint8, device=parts[0].device)
         whole.copy_(host, non_blocking=True)

@@ -558,7 +558,7 @@ class DeviceWork:
         return flight.failure is not None or flight.is_captured or flight.event is None or flight.event.done()
 
     def is_enqueued(self) -> bool:
-        """Returns True, because `wait` only blocks the current stream."""
+        """Returns True, because `wait` blocks only the current stream."""
         return True
 
     def wait(self, timeout_ns: int) -> bool:

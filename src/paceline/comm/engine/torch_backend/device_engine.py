@@ -320,7 +320,7 @@ class DeviceMessages:
             return lane
 
     def streams(self) -> list[CallStream]:
-        """Returns the call streams of all directions."""
+        """Returns the call streams for all directions."""
         return [lane.calls for lane in tuple(self._lanes.values())]
 
 

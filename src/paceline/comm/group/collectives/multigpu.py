@@ -1,7 +1,7 @@
 """Collectives for processes that use several devices each, as in older releases of torch.distributed.
 
 Each rank passes a list with one tensor for each of its devices, and each tensor is a member of the collective. For
-example, `all_reduce_multigpu` reduces over all tensors of all ranks. The tensors of a rank must have the same dtype and
+example, `all_reduce_multigpu` reduces over all tensors on all ranks. A rank's tensors must have the same dtype and
 number of elements. They can all be on the same device, such as the CPU.
 
 A process reduces its own tensors along the same pairwise tree that the engine uses across ranks. If each process has
@@ -69,7 +69,7 @@ def broadcast_multigpu(
     src_tensor: int = 0,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Broadcasts the source's `tensor_list[src_tensor]` to all tensors of all ranks."""
+    """Broadcasts the source's `tensor_list[src_tensor]` to all tensors on all ranks."""
     call = "broadcast_multigpu"
     chosen = resolve(group, "broadcast_multigpu")
     if chosen is None:
@@ -89,7 +89,7 @@ def all_reduce_multigpu(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces all tensors of all ranks, and writes the result to each of them."""
+    """Reduces all tensors on all ranks, and writes the result to each of them."""
     call = "all_reduce_multigpu"
     chosen = resolve(group, "all_reduce_multigpu")
     if chosen is None:
@@ -111,7 +111,7 @@ def reduce_multigpu(
     dst_tensor: int = 0,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces all tensors of all ranks into the destination's `tensor_list[dst_tensor]`, the only tensor modified."""
+    """Reduces all tensors on all ranks into the destination's `tensor_list[dst_tensor]`, the only tensor modified."""
     call = "reduce_multigpu"
     chosen = resolve(group, "reduce_multigpu")
     if chosen is None:
@@ -133,7 +133,7 @@ def all_gather_multigpu(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Gathers all tensors of all ranks on each device: `output_tensor_lists[i][r * n + j]` receives rank r's tensor j.
+    """Gathers all ranks' tensors on each device: `output_tensor_lists[i][r * n + j]` receives rank r's tensor j.
 
     `i` is the index of one of this rank's devices, and `n` is the number of devices, which is the same on every rank.
     """

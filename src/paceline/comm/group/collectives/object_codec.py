@@ -263,7 +263,7 @@ class Unpacker:
 
 
 def is_plain_msgpack(value: object) -> bool:
-    """Returns True if `value` consists of msgpack's own types; works level by level and is much faster than `pack`."""
+    """Returns True if `value` consists of msgpack's own types; checks level by level and is much faster than `pack`."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         kinds = set(map(type, level)) - _PLAIN

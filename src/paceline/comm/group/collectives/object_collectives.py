@@ -173,7 +173,7 @@ def scatter_object_list(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Stores the source's `scatter_object_input_list[r]` as the first entry of rank r's `scatter_object_output_list`.
+    """Stores the source's `scatter_object_input_list[r]` as the first entry in rank r's `scatter_object_output_list`.
 
     The default source is rank 0. On other ranks, `scatter_object_input_list` is ignored.
 
