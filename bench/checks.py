@@ -57,7 +57,7 @@ class Timed:
 
 
 def is_before(end_s: float, rounds: int) -> bool:
-    """Returns True if rank 0's clock is before `end_s` or if no round has run yet; a collective call."""
+    """Returns True if rank 0's clock is before `end_s` or if no round has run yet. This is a collective call."""
     import paceline as dist
 
     goes_on = torch.tensor(float(rounds == 0 or time.perf_counter() <= end_s))

@@ -117,7 +117,7 @@ def log(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Prints lines to the terminal and into the log."""
+    """Prints lines to the terminal and to the log."""
     log(text)
     if _terminal is not None:
         os.write(_terminal, f"{text}\n".encode())

@@ -59,7 +59,7 @@ def training(model: nn.Module, x: torch.Tensor, after_backward: Callable[[nn.Mod
 
 
 def total(model: nn.Module) -> float:
-    """Returns the sum of all parameters; a collective call."""
+    """Returns the sum of all parameters. This is a collective call."""
     values = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
     return float(sum(each.detach().double().sum() for each in values))
 
