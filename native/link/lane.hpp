@@ -37,7 +37,7 @@ class Lane {
 
     // Signals the end of the data to the peer.
     virtual void finish() {}
-    // After `finish`: returns true once the peer's machine has received all data, or can no longer receive it. Closing
+    // After `finish`, returns true once the peer's machine has received all data or can no longer receive it. Closing
     // the lane earlier may lose data in flight, because the kernel answers data that arrives after the close with a
     // reset.
     virtual bool delivered() const { return true; }

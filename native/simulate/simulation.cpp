@@ -313,8 +313,8 @@ void Simulation::wake_dependents(std::uint32_t number, std::uint32_t step, bool 
     }
 }
 
-// Advances the steps at index `at` and later; returns the index of the first unfinished step. These steps advance
-// before all others, so the result does not depend on the number of messages in the stream.
+// Advances the steps at index `at` and later; returns the index of the first unfinished step. They advance before all
+// other steps, so the result does not depend on the number of messages in the stream.
 std::size_t Simulation::advance_along(std::uint32_t number, const std::vector<std::uint32_t>& steps, std::size_t at,
                                       double nbytes) {
     SimulatedRank& rank = ranks_[number];

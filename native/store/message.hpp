@@ -37,7 +37,7 @@ enum class Op : std::uint8_t {
     queue_push,
     queue_pop,  // number: milliseconds to wait
     queue_length,
-    last_will,  // key, value: set when the connection ends; number 1 revokes the will. Handled by the server
+    last_will,  // key, value: set when the connection ends; number 1 revokes the will (handled by the server)
     list_keys,
 };
 

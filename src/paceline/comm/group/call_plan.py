@@ -5,7 +5,7 @@ their attributes, so they work with every release of torch.
 
 All functions raise:
     TypeError: a tensor's layout or dtype is not supported, or the reduction is not defined for its dtype.
-    ValueError: tensors are missing, superfluous, or do not fit together.
+    ValueError: tensors are missing or superfluous, or do not fit together.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def new_group(
     algorithm: str | None = None,
     wire: WireKind | None = None,
 ) -> ProcessGroup | NonMember:
-    """Creates a group of some of the ranks. All ranks in the default group must call this, in the same order.
+    """Creates a group of the given ranks. All ranks in the default group must call this, in the same order.
 
     Args:
         ranks: the members' ranks in the default group, in the order of their group ranks; all ranks if None.

@@ -28,8 +28,8 @@ class SharedFileError(PermissionError):
 def open_own(path: str, access: int = os.O_RDWR) -> int:
     """Opens this user's private file, or creates it with mode 600; the caller must close the returned descriptor.
 
-    If the file is empty, belongs to this user and is at most readable by others (as after `touch`), its mode is set to
-    600.
+    If the file is empty, belongs to this user and grants others at most read access (as after `touch`), its mode is set
+    to 600.
 
     Args:
         path: the file's path. Its last part must not be a link.

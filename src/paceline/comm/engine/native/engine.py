@@ -168,7 +168,7 @@ class ScheduledChannel(EngineChannel):
         self._log_miss()
 
     def _log_miss(self) -> None:
-        """Logs calls that took much more or much less time than predicted, once and only on rank 0."""
+        """Logs calls that took much more or much less time than predicted; only once, and only on rank 0."""
         if self._rank == 0 and (found := self._links.prediction_miss()) is not None:
             logging.getLogger(__name__).info(describe_miss(PredictionMiss(*found)))
 

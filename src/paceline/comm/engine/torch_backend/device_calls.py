@@ -574,7 +574,7 @@ class DeviceWork:
             self._flight.event.order()
 
     def order_program(self) -> None:
-        """Makes the stream that was current when the call was enqueued wait for the call."""
+        """Makes the program's stream (the one that was current when the call was enqueued) wait for the call."""
         if self._flight.event is not None:
             self._flight.event.order(self._flight.program_stream)
 

@@ -51,10 +51,10 @@ class PersistentCall(_core.FastPathCall):
     """A prepared call, returned for example by `all_reduce_init`, that can be executed any number of times.
 
     `call()` executes the call and returns when it is complete. `call.start()` only starts it; `call.wait()` then waits
-    for its completion, and `call.test()` polls. Before completion, the tensors must not be accessed and the call cannot
-    be started again. Each start counts as one call on the group, which other ranks may make as a plain or a persistent
-    call; all ranks must make a group's calls in the same order. Preparing a call involves no other rank, and calls may
-    be prepared in any order.
+    for its completion, and `call.test()` polls for it. Before completion, the tensors must not be accessed and the call
+    cannot be started again. Each start counts as one call on the group, which other ranks may make as a plain or a
+    persistent call; all ranks must make a group's calls in the same order. Preparing a call involves no other rank, and
+    calls may be prepared in any order.
 
     The tensors must keep their memory and layout; their values may change between calls. A persistent call becomes
     invalid when its group is destroyed. In an elastic job, each view has its own group.
