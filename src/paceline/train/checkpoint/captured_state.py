@@ -71,8 +71,7 @@ class CapturedReplica:
     Attributes:
         state: the contribution to the checkpoint if the parameters, or the optimizer's state, are the same on every
             rank.
-        capture_own: a function that captures the complete state of this rank under the given name, for the case that
-            they differ.
+        capture_own: a function that captures this rank's complete state under the given name, in case the ranks differ.
     """
 
     state: CapturedState

@@ -86,7 +86,7 @@ def begin(
     channel: CollectiveChannel,
     least_sequence: int = 0,
 ) -> Draft:
-    """Begins a checkpoint on every disk: rank 0 creates the draft, and the first rank on each other disk joins it.
+    """Begins a checkpoint on every disk: rank 0 creates the draft, and the first rank on every other disk joins it.
 
     Args:
         nbytes: the number of bytes that each rank will write.
@@ -132,7 +132,7 @@ def abandon(root: Root, draft: Draft, disks: Disks | None, rank: int) -> None:
 
 @dataclass(frozen=True)
 class SpreadCheckpoint:
-    """A checkpoint whose files are on several disks, each accessible to at least one rank.
+    """A checkpoint whose files are on several disks. Each file is accessible to at least one rank.
 
     Attributes:
         token: the checkpoint's token, which is the same on all disks.

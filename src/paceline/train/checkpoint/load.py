@@ -65,7 +65,8 @@ def load(
 
     Args:
         state: the objects, by the names under which they were saved; not all saved names need to be included. A value
-            of None is replaced with the saved value. The saved value of an object is the result of its `state_dict`.
+            of None is replaced with the saved value. The saved value of an object is the result of its `state_dict`
+            method.
         path: the directory that was passed to `save`, whose newest complete checkpoint is loaded; a single checkpoint
             in that directory; or a checkpoint from another library (a file written by `torch.save`, a directory written
             by `torch.distributed.checkpoint`, or a safetensors file).

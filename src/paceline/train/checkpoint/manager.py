@@ -43,8 +43,8 @@ class CheckpointManager:
     also works with `paceline run --max-restarts` and in elastic jobs. When any rank receives SIGTERM, all ranks save
     the current step and exit with code 143.
 
-    Gradients are not saved, except for those of an `ElasticState` in the middle of an accumulation. If the state has
-    other gradients that no optimizer has used yet, one RuntimeWarning lists their parameters.
+    Gradients are not saved, except for those of an `ElasticState` in the middle of gradient accumulation. If the state
+    has other gradients that no optimizer has used yet, one RuntimeWarning lists their parameters.
 
     Args:
         path: the directory for the checkpoints.
@@ -159,8 +159,8 @@ class CheckpointManager:
     def restore(self, state: TrainingState) -> int | None:
         """Loads the newest complete checkpoint into `state` (see `paceline.load`); every rank must call this.
 
-        Reports newer checkpoints that were skipped, and the reasons, on stderr. With `peer_copies`, it also reports
-        whether the checkpoint was loaded from memory.
+        Reports on stderr which newer checkpoints were skipped, and why. With `peer_copies`, it also reports whether the
+        checkpoint was loaded from memory.
 
         Returns:
             The step of the checkpoint, or None if there is no checkpoint.

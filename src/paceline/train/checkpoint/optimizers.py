@@ -77,7 +77,7 @@ def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
     """Returns the encoded `Outline` of this rank's optimizers, given its objects by name.
 
     Raises:
-        TypeError: an optimizer has both parameters of a pipeline and other parameters.
+        TypeError: an optimizer has both pipeline parameters and other parameters.
     """
     outline: Outline = {}
     for name, value in entries:

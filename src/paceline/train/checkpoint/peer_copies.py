@@ -194,7 +194,7 @@ class PeerCopies:
         return loaded
 
     def report_disk_restore(self, step: int | None, channel: CollectiveChannel) -> None:
-        """Prints on rank 0 that the checkpoint was restored from disk, and the reason why no replica was used."""
+        """Prints, on rank 0, that the checkpoint was restored from disk and why no replica was used."""
         if channel.rank == 0:
             why = f" ({self._why_not})" if self._why_not else ""
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
@@ -239,7 +239,7 @@ class _CacheReader:
         self._clients: dict[str, CacheClient] = {}
 
     def is_on_own_host(self, file: str) -> bool:
-        """Returns True if this host's cache has a file."""
+        """Returns True if this host's cache has the file."""
         return self._own_vault in self._found.holders[file]
 
     def opened(self, root: str) -> Checkpoint:

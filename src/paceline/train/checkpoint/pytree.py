@@ -2,7 +2,7 @@
 
 `take_apart` separates the tensors in a tree from its plain values, and `put_together` is the inverse. A checkpoint
 holds plain values of only a few types, so an instance of a subclass, such as Counter, is saved as the plain type. On
-loading, `with_classes_of` converts it to the class that it has in the state to be restored.
+loading, `with_classes_of` converts such a value to the class that it has in the state to be restored.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _DUPLICATE = "%"  # no escaped key ends with this character
 
 
 class CircularTreeError(ValueError):
-    """A container in a tree contains itself, directly or within other containers."""
+    """Raised if a container in a tree contains itself, directly or within other containers."""
 
 
 Enclosing: TypeAlias = Mapping[int, str]

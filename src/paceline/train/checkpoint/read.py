@@ -76,12 +76,12 @@ class LoadPlan:
         self._finalizers: list[Callable[[], None]] = []
 
     def names_below(self, name: str) -> dict[str, str]:
-        """Returns the names of the tensors and values within `name`, keyed by the part after `name`."""
+        """Returns the names of the tensors and values below `name`, keyed by the part of the name that follows it."""
         first, stop = (bisect.bisect_left(self._names, name + end) for end in (SEPARATOR, _AFTER_SEPARATOR))
         return {full[len(name) + 1 :]: full for full in self._names[first:stop]}
 
     def has(self, name: str) -> bool:
-        """Returns True if the checkpoint has a tensor or value with this name or within this name."""
+        """Returns True if the checkpoint has a tensor or value with this name or below this name."""
         return any(map(self._has_exactly, self._candidates(name)))
 
     def own_name(self, name: str) -> str:

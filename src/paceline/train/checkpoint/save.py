@@ -74,9 +74,9 @@ def save(
     for each rank, with a warning if the parameters of a module differ.
 
     Args:
-        state: the objects by name: modules (plain, or wrapped in `DistributedDataParallel` or `LogicalShards`),
-            optimizers, all other objects with `state_dict` and `load_state_dict`, tensors, plain values, and dicts of
-            these.
+        state: the objects, by name. They can be modules (plain, or wrapped in `DistributedDataParallel` or
+            `LogicalShards`), optimizers, any other objects with `state_dict` and `load_state_dict`, tensors, plain
+            values, and dicts of these.
         path: the directory. It is created if it does not exist.
         step: the index of the training step, which becomes part of the checkpoint's name, or None. Default: None.
         keep: the number of checkpoints to keep in the directory. Default: 1.

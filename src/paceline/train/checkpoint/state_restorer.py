@@ -253,7 +253,7 @@ class OptimizerRestorer:
         self._plan.add_finalizer(load)
 
     def _kept(self, name: str, layout: ShardLayout | None, *, by_all: bool) -> Later:
-        """Requests a parameter's optimizer value. If the parameter is divided, requests only this rank's region."""
+        """Requests an optimizer value for a parameter, or only this rank's region of it if the parameter is divided."""
         entry = self._plan.tensors.get(name)
         if entry is None or layout is None or not layout.is_divided or entry.shape != layout.shape:
             return self._plan.tree(name, by_all=by_all)

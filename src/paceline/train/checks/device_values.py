@@ -83,7 +83,7 @@ class DeviceNorms:
             self._norms.setdefault(device, []).append(norms)
 
     def enqueue_copies(self) -> list[LabeledNorms]:
-        """Enqueues one copy to the host per device, and clears the norms collected so far."""
+        """Enqueues one copy per device to the host, and clears the norms collected so far."""
         copies = [LabeledNorms(self._labels[at], HostCopy(torch.cat(norms))) for at, norms in self._norms.items()]
         self.clear()
         return copies

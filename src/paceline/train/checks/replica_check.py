@@ -102,7 +102,7 @@ class ReplicaDifference:
 
     Attributes:
         part: the name of the part, such as "parameters".
-        sides: the ranks that differ, as ranks in the group.
+        sides: the group ranks that differ.
         names: the names of the values that differ, in the module's order.
         count: the total number of values in the part.
     """

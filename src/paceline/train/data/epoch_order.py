@@ -33,8 +33,8 @@ class StepShard(NamedTuple):
 class BatchSharding(NamedTuple):
     """The division of a step's samples among ranks, and the index of the rank that uses this object.
 
-    A step consists of `num_replicas * batch_size` consecutive samples, of which rank 0 reads the first. If too few
-    samples remain for a full step, `remainder` determines what happens to them:
+    A step consists of `num_replicas * batch_size` consecutive samples, which are assigned to the ranks in order. If too
+    few samples remain for a full step, `remainder` determines what happens to them:
 
     - "share": The samples are divided as evenly as possible. Ranks without a sample skip the step.
     - "repeat": The samples are divided as with "share", and each rank without a sample repeats a sample of another

@@ -47,7 +47,7 @@ def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | N
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Returns two flags: whether to copy buffers when wrapping, and whether to copy them before each forward pass."""
+    """Returns two flags: whether to copy buffers when a module is wrapped, and before each forward pass."""
     if forward_sync_buffers is None:
         both = broadcast_buffers is None or broadcast_buffers
         return both, both

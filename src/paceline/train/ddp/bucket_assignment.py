@@ -42,7 +42,7 @@ def make_buckets(
 
     By default, buckets are filled in reverse order of registration, which is roughly the order in which backward
     computes the gradients. A parameter larger than the maximum size gets its own bucket. Each bucket has one dtype; a
-    model that alternates between two dtypes still gets full buckets for each. The buckets are returned in the order in
+    model that alternates between two dtypes still gets full buckets for both. The buckets are returned in the order in
     which backward completes them.
 
     Args:

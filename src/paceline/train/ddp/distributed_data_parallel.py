@@ -99,8 +99,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         module: the model, on the CPU or on GPUs for which the group has a backend. It must be the same on every rank.
             Rank 0's parameters and buffers are copied to all ranks.
         device_ids: the module's device, to which forward moves its inputs; an integer is a GPU index. With several
-            devices, each processes a part of the batch with its own replica; the CPU may be listed several times. If
-            None, inputs are passed to the module unchanged, and its layers may be on any devices.
+            devices, each device processes a part of the batch with its own replica; the CPU may be listed several
+            times. If None, inputs are passed to the module unchanged, and the module's layers can be on any devices.
         output_device: the device on which the outputs of several devices are concatenated; if None, the first device.
         dim: the dimension along which the batch is split between the devices.
         broadcast_buffers: the older name of `forward_sync_buffers`. False additionally disables the copy of buffers
@@ -374,7 +374,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context that disables averaging. Gradients from forward passes in it only accumulate.
+        """Returns a context that disables averaging: gradients from forward passes inside it only accumulate.
 
         The backward pass through the first forward pass after the context averages the accumulated gradients.
         """
@@ -393,7 +393,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         averaged flat buffer, or the `Work` from a collective that was called on this buffer with `async_op=True`. Every
         rank must register the same hook. `paceline.parallel.hooks` provides hooks that compress gradients. In a second
         backward pass through the same forward pass, the hook receives gradients that include the averages from the
-        first.
+        first one.
 
         Raises:
             TypeError: `hook` is not callable.

@@ -63,7 +63,7 @@ class GradientAverager:
         group: the process group of the ranks.
         checks: the checks for gradients and replicas.
         overlap: whether full buckets are reduced while backward continues; must be the same on every rank.
-        find_unused: whether parameters may have no gradient after a backward pass.
+        find_unused: whether a backward pass may leave some parameters without a gradient.
         static_graph: whether the autograd graph is the same in every step. The first backward pass then determines how
             many gradients each parameter receives. Overrides `find_unused`.
         compares_batches: whether the first gradients carry digests of the ranks' batches.
@@ -114,7 +114,7 @@ class GradientAverager:
 
     @property
     def allows_unused(self) -> bool:
-        """Returns True if parameters may receive no gradient."""
+        """Returns True if a backward pass may leave some parameters without a gradient."""
         return self._find_unused or self._static_graph
 
     def make_static(self) -> None:
@@ -404,7 +404,7 @@ class DelegatingAverager(GradientAverager):
         group: a group that contains only this rank.
         averages: the object that averages the gradients.
         checks: the checks for this rank's gradients.
-        find_unused: whether parameters may have no gradient after a backward pass.
+        find_unused: whether a backward pass may leave some parameters without a gradient.
     """
 
     def __init__(
@@ -528,7 +528,7 @@ class SameBatches:
         self._seen: list[list[float]] = []
 
     def look(self, inputs: object) -> None:
-        """Computes the digest of the inputs of a forward pass."""
+        """Computes the digest of a forward pass's inputs."""
         self._mine = digest(inputs)
 
     def drop_digest(self) -> None:

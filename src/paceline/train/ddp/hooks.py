@@ -217,7 +217,7 @@ class PowerSGDState:
             )
 
     def is_worth_it(self, gradient: torch.Tensor) -> bool:
-        """Returns True if a gradient, viewed as a matrix with its first dimension as rows, is sent as factors."""
+        """Returns True if a gradient, viewed as a matrix with its first dimension as rows, should be compressed."""
         if gradient.dim() < 2 or gradient.numel() == 0:
             return False
         rows, columns = len(gradient), gradient.numel() // len(gradient)

@@ -82,7 +82,8 @@ class ModuleMonitor:
         module: the wrapped module.
         group: the process group of the ranks.
         also_ignored: the names of tensors to ignore in addition to those that the module lists.
-        may_leave_out: whether parameters may receive no gradient, and may therefore be removed from the module.
+        may_leave_out: whether some parameters may receive no gradient. If so, parameters may also be removed from the
+            module.
     """
 
     def __init__(

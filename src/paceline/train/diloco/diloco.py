@@ -253,7 +253,7 @@ class DiLoCo:
         self._proceed()
 
     def finish(self) -> None:
-        """Completes all exchanges and sets the parameters to the mean over all ranks, bitwise equal on every rank.
+        """Completes all exchanges and sets the parameters to their mean, which is bitwise equal on all ranks.
 
         Every rank must call this method, which waits for ranks that lag behind. Buffers that are not averaged are
         copied from the first rank. Training may continue afterward.
@@ -298,8 +298,9 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Returns the outer parameters, the states of both optimizers, and the training progress.
 
-        The call does not communicate, and any number of ranks can load the state of one rank. Save the result together
-        with `model.state_dict()`, which contains this rank's own parameters. Exchanges in flight restart after loading.
+        The call requires no communication, and any number of ranks can load the state of one rank. Save the result
+        together with `model.state_dict()`, which contains this rank's own parameters. Exchanges in flight restart after
+        loading.
         """
         copies = [copy.detach().clone() for _, copy in self.outer_module.pairs()]
         return {

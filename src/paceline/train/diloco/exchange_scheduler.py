@@ -158,7 +158,7 @@ class ArrivalTracker:
         self._offered[rank] = max(self._offered[rank], number)
 
     def due_s(self) -> float | None:
-        """Returns the deadline of the current exchange in seconds, or None before the first arrival."""
+        """Returns the deadline for the current exchange in seconds, or None before the first arrival."""
         first_s = self._first_s.get(self.number)
         return None if first_s is None else first_s + self._grace_s
 

@@ -123,9 +123,9 @@ class ExchangeMailbox:
         self.changed.wait(seconds)
 
     def latest_offer_from(self, number: int) -> int | None:
-        """Returns the latest exchange that has started if exchange `number` has started.
+        """Returns the latest exchange that this rank has started, if exchange `number` has started.
 
-        Otherwise returns FINISHED if training is complete, or None if it is not. The caller must hold `changed`.
+        Otherwise, returns FINISHED if training is complete and None if it is not. The caller must hold `changed`.
         """
         if number in self._offers:
             return self._latest
@@ -186,7 +186,7 @@ class WaitForAll:
         self._own_number = FINISHED  # the number that this rank sends
 
     def arrived(self, number: int) -> None:
-        """Does nothing: `participants` gathers the arrivals."""
+        """Does nothing, because `participants` gathers the arrivals."""
 
     def is_certain(self, number: int) -> bool:
         """Waits until this rank has arrived or finished, and returns whether it has arrived."""
@@ -316,7 +316,7 @@ class OuterAverager:
         self._wires: dict[int, Wire] = {}
 
     def begin(self, group: ProcessGroup, fragment: int, tensors: list[torch.Tensor]) -> list[Work]:
-        """Starts summing a fragment's tensors over the ranks of `group`."""
+        """Starts summing a fragment's tensors over the ranks in `group`."""
         gradient, *others = tensors
         works = [group.all_reduce(gradient, async_op=True, wire=self._wire_of(fragment))]
         works += [group.all_reduce(tensor, async_op=True) for tensor in others]

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class LauncherLostError(PacelineError):
-    """The launcher of an elastic worker has exited."""
+    """Raised if the launcher of an elastic worker has exited."""
 
 
 class LauncherConnection:

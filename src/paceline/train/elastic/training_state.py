@@ -101,7 +101,7 @@ def _of_elements(dtype: str, shape: Sequence[int], elements: bytes | memoryview)
 
 
 def _parts(value: Any) -> tuple[bytes, list[bytes]]:
-    """Returns the kind of a value, and the digests of its elements or its encoded value."""
+    """Returns the kind of a value, and either the digests of its elements or its encoded value."""
     if isinstance(value, Mapping):
         entries = sorted((_digest(key), _digest(item)) for key, item in value.items())
         return b"mapping", [part for entry in entries for part in entry]
@@ -336,7 +336,7 @@ def _with_tensors(stateful: Stateful, state: Any) -> Any:
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a nested state with all tensors in private host memory, whose current values a forked child keeps.
+    """Returns a nested state with all tensors in private host memory, so a forked child keeps their current values.
 
     Tensors that are already in such memory are not copied.
     """

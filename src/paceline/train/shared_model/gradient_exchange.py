@@ -129,8 +129,8 @@ class GradientExchange:
             needs_averages: whether this rank's gradients have yet to be averaged.
 
         Returns:
-            True if any rank's gradients are still to be averaged. In this case, the ranks have also exchanged which
-            parameters have gradients.
+            True if any rank's gradients are still to be averaged. In this case, the ranks have also exchanged
+            information about which parameters have gradients.
 
         Raises:
             RuntimeError: parameters were changed on any rank; raised on every rank.
@@ -161,7 +161,7 @@ class GradientExchange:
         """Returns True if the parameters' gradients differ from the tensors that `remember` recorded.
 
         Raises:
-            RuntimeError: an averaged gradient was written to.
+            RuntimeError: an averaged gradient was modified.
         """
         now = self._gradients()
         for name, (gradient, version), (other, earlier) in zip(self._names, now, self._source, strict=True):

@@ -205,7 +205,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         return self._inner
 
     def _averaged_rounds(self, whole: bool) -> Iterator[tuple[ReadyRound, bool]]:
-        """Averages round by round; yields each round and whether the core has applied its update."""
+        """Averages the gradients round by round; yields each round and whether the core has applied its update."""
         in_core = self._exchange.may_update and not whole
         if in_core:
             self._core_updates.begin_step()

@@ -40,7 +40,7 @@ _MOST_IRREGULAR = 1000  # maximum number of blocks that do not form a grid; all 
 
 
 class _UnsoundMetadataError(Exception):
-    """The metadata does not describe a checkpoint."""
+    """Raised if the metadata does not describe a checkpoint."""
 
 
 _KNOWN: dict[Global, Make] = {

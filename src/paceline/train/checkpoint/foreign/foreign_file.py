@@ -198,7 +198,7 @@ def _are_records_whole(path: Path, file: BinaryIO) -> bool:
         True if the records were checked, or False if the pickle contains more than tensors and plain values.
 
     Raises:
-        CheckpointDamagedError: a record has a wrong size or overlaps another one.
+        CheckpointDamagedError: a record has the wrong size or overlaps another record.
     """
     with zipfile.ZipFile(file) as archive:
         sizes = _sizes_of_records(path, archive, file)

@@ -22,7 +22,7 @@ _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 
 
 class UnneededPickleError(Exception):
-    """A pickle uses a name or an operation that its reader does not need. The message describes it."""
+    """Raised if a pickle uses a name or an operation that its reader does not need; the message describes it."""
 
 
 class _Mark:

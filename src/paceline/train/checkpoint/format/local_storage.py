@@ -100,7 +100,7 @@ class LocalStorage:
         return _LocalFile(open_regular(self.path / name))
 
     def sync_directory(self, name: str) -> None:
-        """Makes the names in a directory durable, so they survive a power loss."""
+        """Makes the entries of a directory durable, so they survive a power loss."""
         self._disk.sync_directory(self.path / name)
 
     def rename(self, old: str, new: str) -> None:
@@ -249,7 +249,7 @@ class Disk:
         os.fsync(descriptor)
 
     def sync_directory(self, path: Path) -> None:
-        """Makes the names in a directory durable, so they survive a power loss."""
+        """Makes the entries of a directory durable, so they survive a power loss."""
         failpoint("checkpoint.sync")
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -185,7 +185,7 @@ class Manifest:
         sequence: the sequence number, which increases with each checkpoint in a root.
         token: a string that is unique to the checkpoint and the same on all hosts.
         world_size: the number of ranks that wrote the checkpoint.
-        written_at_s: the time of writing, in seconds since the epoch.
+        written_at_s: the time of writing, in seconds since the Unix epoch.
         paceline: the version of Paceline that wrote the checkpoint.
         files: the files, by name.
         tensors: the tensors, by name.

@@ -340,7 +340,7 @@ def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile
 
 
 def point_to(storage: Storage, draft: Draft) -> None:
-    """Writes a checkpoint's name to the file `latest`, for users and other programs. Restores do not need the file."""
+    """Writes a checkpoint's name to the file `latest` for users and other programs; loading does not require it."""
     line = memoryview(f"{draft.name}\n".encode())
     written = f"{WRITING}{LATEST}-{draft.token}" if storage.renames else LATEST
     file = storage.create(written)

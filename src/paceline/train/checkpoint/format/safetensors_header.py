@@ -130,5 +130,5 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def as_stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and shape to store in a file, which every version of safetensors can read."""
+    """Returns the dtype and shape with which a tensor is stored, so that every version of safetensors can read it."""
     return ("U8", (nbytes_of(dtype, shape),)) if dtype in _STORED_AS_BYTES else (dtype, shape)

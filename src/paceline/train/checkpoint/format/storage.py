@@ -81,7 +81,7 @@ class WritableStorage(StorageLocation, Protocol):
         """Creates a file. Fails if it exists, except on object stores, where `commit` replaces it."""
 
     def sync_directory(self, name: str) -> None:
-        """Makes the names in a directory durable."""
+        """Makes the entries of a directory durable."""
 
 
 class Storage(ReadableStorage, WritableStorage, Protocol):

@@ -100,7 +100,7 @@ def _left(directory: Path, names: _CgroupFiles) -> int | None:
 
 
 class RefusedError(Exception):
-    """The cache refuses a request. The message is sent to the worker."""
+    """Raised if the cache refuses a request. The message is sent to the worker."""
 
 
 @dataclass
@@ -172,7 +172,7 @@ class CheckpointCache:
                 replica.close()
 
     def wrote(self, root: str, token: str, nbytes: int) -> None:
-        """Records that announced bytes have been written, and no longer need to be reserved."""
+        """Records that announced bytes have been written and no longer need to be reserved."""
         with self._changing:
             replica = self._roots.get(root, {}).get(token)
             if replica is not None:

@@ -235,7 +235,7 @@ class Coordinator:
 
         Args:
             machine: The machine's name.
-            why: The reason, for the user.
+            why: The reason that is shown to the user.
             now_s: The current time, in seconds.
             silent_s: The time since the last contact, in seconds.
         """

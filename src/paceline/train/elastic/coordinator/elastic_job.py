@@ -187,7 +187,7 @@ class ElasticJob:
         self.release()
 
     def release(self) -> None:
-        """Sends the latest view if any later coordinator would also hold the view."""
+        """Sends the latest view if every later coordinator would also hold the view."""
         view = self.views.latest
         if view is None or self.withheld is None:
             return

@@ -213,7 +213,7 @@ def _has_workers(job: ElasticJob, machine: MachineRecord) -> bool:
 
 
 def _has_settled(job: ElasticJob) -> bool:
-    """Returns True if all members have entered the latest view, and use the successor's store."""
+    """Returns True if all members have entered the latest view and use the successor's store."""
     views = job.views
     is_settled = views.is_complete and job.withheld is None and not job.breaks.waiting
     return is_settled and views.latest is not None and views.latest.store == views.store

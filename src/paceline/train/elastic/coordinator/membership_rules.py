@@ -189,7 +189,7 @@ def _may_be_given(job: ElasticJob, receiver: WorkerRecord) -> bool:
 
 
 def _begin(job: ElasticJob, receiver: WorkerRecord) -> None:
-    """Chooses the senders, preferring the receiver's own machine, and announces the transfer to all members."""
+    """Chooses the senders, preferably on the receiver's own machine, and announces the transfer to all members."""
     able = [worker for worker in job.views.team if worker.trains and worker.has_state and worker.leaving is None]
     able.sort(key=lambda member: (member.machine is not receiver.machine, member.uid))
     if not able:
@@ -233,7 +233,7 @@ def change_membership(job: ElasticJob, now_s: float) -> bool:
 
 
 def _dismiss_last(job: ElasticJob, leavers: list[WorkerRecord], now_s: float) -> bool:
-    """Dismisses the last members, after a grace period if other workers may still join."""
+    """Dismisses the last members, but only after a grace period if other workers may still join."""
     if job.leaving_s is None:
         job.leaving_s = now_s
     due_s = job.leaving_s + job.policy.start_patience_s

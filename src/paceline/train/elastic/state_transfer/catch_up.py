@@ -81,7 +81,7 @@ class AdmissionTest:
 
 
 class SendersLostError(Exception):
-    """No sender is left that serves the results."""
+    """Raised if no sender is left to serve the results."""
 
 
 class RemoteLog:

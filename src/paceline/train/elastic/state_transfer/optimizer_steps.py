@@ -24,7 +24,7 @@ from paceline.train.module_tensors import memory_of
 
 
 class StateDivergedError(Exception):
-    """The receiver's state differs from that of the members, or cannot become equal to it."""
+    """Raised if the receiver's state differs from that of the members, or cannot become equal to it."""
 
 
 class StateDivergence:

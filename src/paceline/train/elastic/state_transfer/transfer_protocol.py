@@ -214,7 +214,7 @@ _heads = msgspec.msgpack.Decoder(FrameHead)
 
 
 class BrokenTransferError(Exception):
-    """The other end sent an unexpected message, or disconnected."""
+    """Raised if the other end sent an unexpected message or disconnected."""
 
 
 def encode_head(head: FrameHead) -> bytes:

@@ -56,7 +56,7 @@ class WeightedMean(NamedTuple):
 
     Attributes:
         counts: Whether any member had a positive weight.
-        took_part: For each slot of the batch, whether the slot's member participated, even with weight zero.
+        took_part: For each slot of the batch, whether the slot's member participated, even with a weight of zero.
         has_gradient: For each parameter, whether any member with a positive weight had a gradient.
         gradients: The mean gradient of each parameter.
         buffers: The buffers of the first member with a positive weight.

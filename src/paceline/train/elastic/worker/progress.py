@@ -43,7 +43,7 @@ class PartialSums:
     def compute(
         self, deal: Deal, rank: int, value_of: Callable[[int], Values], audit: Audit | None, *, is_step: bool
     ) -> None:
-        """Computes the sums that this rank still lacks and the audited shard; in a step, measures the time per shard.
+        """Computes the audited shard and the sums that this rank still lacks; in a step, measures the time per shard.
 
         Args:
             deal: The tree nodes of each rank.

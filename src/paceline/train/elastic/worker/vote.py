@@ -61,7 +61,7 @@ def suspects(audit: Audit, digests: Sequence[int]) -> tuple[int, ...]:
 
 
 class DivergenceError(PacelineError):
-    """Members in an elastic job hold different results or states, and no majority shows which of them are correct.
+    """Raised if members in an elastic job hold different results or states, and there is no majority.
 
     Attributes:
         round: The round in which the difference was detected.
@@ -75,11 +75,11 @@ class DivergenceError(PacelineError):
 
 
 class OutvotedError(PacelineError):
-    """This worker's result or state differs from the majority's, so the worker must not continue."""
+    """Raised if this worker's result or state differs from the majority's. The worker must not continue."""
 
 
 class OthersOutvotedError(PacelineError):
-    """Another member was outvoted and exits. The round is not committed, and is repeated without that member."""
+    """Raised if another member was outvoted and exits. The round is not committed, but repeated without it."""
 
 
 class Ballot(NamedTuple):
