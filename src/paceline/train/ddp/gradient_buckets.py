@@ -189,7 +189,7 @@ class GradientBuckets:
     # - Selection of the gradients to average
 
     def take_present(self, group: ProcessGroup) -> None:
-        """Omits gradients that no rank has from the average; uses zeros for those that only other ranks have."""
+        """Omits from the average the gradients that no rank has; uses zeros for those that only other ranks have."""
         anywhere = self._present_anywhere(group)
         self.active, self._active_sparse = self._restricted(anywhere)
         self._fill([index for index, is_present in enumerate(anywhere) if is_present])
