@@ -45,7 +45,7 @@ def test_a_job_of_one_machine_listens_on_no_network(script, tmp_path):
         doctor = [*command()[:-1], "doctor", "--security"]
         unset = {name: value for name, value in ENVIRONMENT.items() if name != "PACELINE_SECURITY"}
         told = subprocess.run(doctor, capture_output=True, text=True, timeout=60, env=unset)
-        assert all(f"{listener}: reached from this machine only" in told.stdout for listener in found)
+        assert all(f"{listener}: reachable from this machine only" in told.stdout for listener in found)
         assert "level: not chosen: connections are authenticated" in told.stdout
         (tmp_path / "end").touch()
         said = launcher.communicate(timeout=60)[1]

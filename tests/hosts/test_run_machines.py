@@ -162,7 +162,7 @@ def test_a_spare_machine_replaces_one_that_is_stopped(machines):
     serving, leaving = here.elastic(0, "1:2"), here.elastic(1, "1:2")
     here.wait_for(2)
     spare = here.elastic(2, "1:2")
-    here.wait(lambda: "waits for a free place" in here.said(spare))
+    here.wait(lambda: "waits until one leaves" in here.said(spare))
     leaving.send_signal(signal.SIGTERM)
     here.expect(leaving, 1)
     here.wait_for(2, generations=2)

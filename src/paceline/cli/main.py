@@ -50,7 +50,7 @@ def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "inspect",
         help="list the checkpoints in a directory, or the contents of one",
         description="Lists the checkpoints in a directory, with the faults of damaged ones, or the tensors and values "
-        "of one checkpoint. It also reads files of torch.save and torch's distributed checkpoints.",
+        "of one checkpoint. It also reads files written by torch.save and torch's distributed checkpoints.",
     )
     inspecting.add_argument("path", metavar="PATH", help="a directory of checkpoints, or a checkpoint")
     inspecting.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -73,8 +73,8 @@ def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     exporting = commands.add_parser(
         "export",
         help="write a model as one safetensors file",
-        description="Writes the tensors of a model as one safetensors file, which safetensors.torch and transformers "
-        "read, under the names of its state_dict.",
+        description="Writes a model's tensors, with the names in its state_dict, to one safetensors file, which "
+        "safetensors.torch and transformers can read.",
     )
     exporting.add_argument("path", metavar="PATH", help=_CHECKPOINT_PATH_HELP)
     exporting.add_argument("output", metavar="FILE", help="such as model.safetensors")
@@ -96,7 +96,7 @@ def _run_checkpoint_command(options: argparse.Namespace) -> int:
 
 def _add_launch_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "kind", choices=("slurm", "k8s", "jobset", "kubeflow", "ray"), help="the scheduler to write for"
+        "kind", choices=("slurm", "k8s", "jobset", "kubeflow", "ray"), help="the scheduler that the script is for"
     )
     parser.add_argument("--nodes", type=int, default=2, help="machines (default: 2)")
     parser.add_argument(
@@ -112,7 +112,7 @@ def _add_launch_script_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_restarts",
         type=int,
         default=3,
-        help="how often failed workers are restarted, and in Kubernetes also the pods (default: 3)",
+        help="the maximum number of restarts of failed workers and, in Kubernetes, of pods (default: 3)",
     )
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...")
@@ -371,7 +371,7 @@ def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcomma
             "plan",
             "measure a script, and predict how fast it would train on other machines",
             "With --measure, runs SCRIPT for some steps on this machine and writes a calibration. With a calibration, "
-            "predicts the step time, rate, memory and cost on other numbers of machines, and suggests changes.",
+            "predicts the step time, rate, memory and cost for other numbers of machines, and suggests changes.",
             _from("paceline.cli.plan", "add_arguments"),
             _from("paceline.cli.plan", "run"),
         ),
@@ -410,7 +410,7 @@ def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcomma
         _Subcommand(
             "top",
             "show a running job in the terminal",
-            "Shows a job that was started with `paceline run --dash`, by default the latest of this user's on this "
+            "Shows a job that was started with `paceline run --dash`, by default this user's latest job on this "
             "machine. With paceline[top], its table can be scrolled and sorted.",
             _add_top_arguments,
             _show_top,

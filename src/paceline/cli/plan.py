@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     predicting.add_argument("--wire", choices=("bf16", "int8", "int4"), help="data type between nodes")
     predicting.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="the stage of ZeRO (default: 0)")
     predicting.add_argument("--every", type=int, default=0, metavar="STEPS", help="DiLoCo: steps between exchanges")
-    predicting.add_argument("--algorithm", metavar="NAME", help="algorithm of all collectives (default: the fastest)")
+    predicting.add_argument("--algorithm", metavar="NAME", help="algorithm for all collectives (default: the fastest)")
     predicting.add_argument("--json", action="store_true", help="print the predictions as JSON")
     predicting.add_argument("--html", type=Path, metavar="FILE", help="also write a report")
     measuring = parser.add_argument_group("measuring")
@@ -227,7 +227,7 @@ def _summary(calibration: Calibration) -> str:
     link = "no link between hosts" if node is None else f"{8 * node.bytes_per_s / 1e9:.3g} Gbit/s between hosts"
     return (
         f"{len(calibration.step_s)} steps of {format_seconds(calibration.alone_s)}, {len(calibration.gradients)} "
-        f"gradients of {format_bytes(calibration.gradient_nbytes)} together, {link}"
+        f"gradients of {format_bytes(calibration.gradient_nbytes)} in total, {link}"
     )
 
 

@@ -29,5 +29,5 @@ def test_a_process_without_a_mark_in_its_environment_is_found():
         port = process.stdout.readline().strip()
         found = [diagnostic.seen for diagnostic in check_security() if diagnostic.about == "listener"]
         process.stdin.close()
-    assert f"tcp:127.0.0.1:{port}: reached from this machine only" in found
+    assert f"tcp:127.0.0.1:{port}: reachable from this machine only" in found
     assert process.returncode == 0

@@ -149,7 +149,7 @@ def test_flags_behind_the_script_are_pointed_out(tmp_path, text, words, flags):
     assert len(said) == (flags is not None)
     assert all(
         each.startswith(
-            f"the script gets {flags}, although the launcher has flags with these names: put the launcher's flags "
+            f"the script receives {flags}, although the launcher has flags with these names: put the launcher's flags "
             "before the script"
         )
         for each in said

@@ -12,7 +12,7 @@ from paceline.cli.doctor import Confidence, Diagnostic, Severity, show
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument(
-        "script", nargs="?", metavar="SCRIPT", help="a script to search for known mistakes; it is not run"
+        "script", nargs="?", metavar="SCRIPT", help="a script to check for known mistakes; the script is not run"
     )
     parser.add_argument(
         "--confidence",
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 _LAUNCHED = (8, 4)
-"""The world size and the ranks per machine of the simulated job, if a launcher starts the script (on two machines)."""
+"""The world size and the number of ranks per machine in the simulated job, if a launcher starts the script."""
 _STARTED_BY_SCRIPT = (4, 4)
 
 
@@ -113,7 +113,7 @@ def _script(path: str, lowest: Confidence, as_json: bool) -> int:
     hidden = len(findings) - len(shown)
     if hidden and not as_json:
         verb = "finding has" if hidden == 1 else "findings have"
-        print(f"      {hidden} more {verb} low confidence; show with --confidence low")
+        print(f"      {hidden} more {verb} low confidence; show all with --confidence low")
     return result
 
 

@@ -78,7 +78,7 @@ def memory(root: Path = Path("/")) -> list[Diagnostic]:
                 Severity.BAD,
                 "/dev/shm",
                 seen,
-                "DataLoader workers and ranks of one machine share data through it; if it is full, SIGBUS kills them",
+                "DataLoader workers and ranks on one machine share data through it; if it is full, SIGBUS kills them",
                 "use docker run --shm-size=8g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm",
             )
         )
@@ -95,7 +95,7 @@ def limits() -> list[Diagnostic]:
         findings[0] = _note(
             "file descriptors",
             f"{soft} (up to {hard})",
-            "many DataLoader workers and connections need more of them",
+            "a large number of DataLoader workers and connections needs more",
             f"run ulimit -n {min(hard, 65536)}",
         )
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -132,7 +132,8 @@ def network(root: Path = Path("/")) -> list[Diagnostic]:
             _note(
                 "host name",
                 f"{name} resolves to {address or 'no address'}",
-                "libraries that look up the host's own address, such as gloo, announce one that others cannot reach",
+                "libraries that look up the host's own address, such as gloo, announce an address that no other "
+                "machine can reach",
                 "add the machine's name with its address to /etc/hosts, or set GLOO_SOCKET_IFNAME",
             )
         )
@@ -175,7 +176,7 @@ def accelerators(root: Path = Path("/")) -> list[Diagnostic]:
     findings = [_good("accelerators", seen + (f"MPI {mpi}" if mpi else "MPI not found"))]
     if gpus and not has_nccl:
         why = "without it, the nccl backend is not available for the GPUs"
-        findings.append(_note("NCCL", "not found", why, "install a build of torch for CUDA, which includes it"))
+        findings.append(_note("NCCL", "not found", why, "install a CUDA build of torch, which includes it"))
     return findings
 
 

@@ -119,23 +119,25 @@ def _with_core() -> Iterator[int]:
 
 def _reach(listener: ListeningSocket) -> Diagnostic:
     if listener.kind == "unix":
-        return Diagnostic(Severity.GOOD, "listener", f"{listener}: reached from this machine only")
+        return Diagnostic(Severity.GOOD, "listener", f"{listener}: reachable from this machine only")
     address = ip_address(listener.address)
     if is_loopback(listener.address):
-        return Diagnostic(Severity.GOOD, "listener", f"{listener}: reached from this machine only")
+        return Diagnostic(Severity.GOOD, "listener", f"{listener}: reachable from this machine only")
     if address.is_unspecified:
         why = "it listens on all interfaces; Paceline's own listeners have one address each"
         fix = "configure the program that opened it to listen on one address"
-        return Diagnostic(Severity.BAD, "listener", f"{listener}: reached from every network of this machine", why, fix)
+        return Diagnostic(
+            Severity.BAD, "listener", f"{listener}: reachable from every network of this machine", why, fix
+        )
     if address.is_global:
         why = (
             "the address is public; clients must prove that they have the job's secret, over TLS unless the level is "
             "auth"
         )
         return Diagnostic(
-            Severity.NOTE, "listener", f"{listener}: reached from the Internet", why, "use a firewall too"
+            Severity.NOTE, "listener", f"{listener}: reachable from the Internet", why, "use a firewall too"
         )
-    return Diagnostic(Severity.GOOD, "listener", f"{listener}: reached from the machines of its network")
+    return Diagnostic(Severity.GOOD, "listener", f"{listener}: reachable from the machines of its network")
 
 
 def listening_sockets_of(pids: Iterable[int]) -> set[ListeningSocket]:

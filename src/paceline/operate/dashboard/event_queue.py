@@ -111,7 +111,7 @@ class RemoteSample:
 
 
 Note = WorkerRunning | WorkerGone | RemoteSample | JobEvent | Line | StallNotice | Stack | JobInfo | None
-"""A note; `None` withdraws the diagnosis because the job continues."""
+"""A note; `None` withdraws the diagnosis, because the job has resumed."""
 
 
 class EventQueue:

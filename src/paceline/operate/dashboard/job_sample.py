@@ -45,7 +45,8 @@ class RankStep:
         samples: the number of samples that the rank trained on; 0 if the program does not log this number.
         phases: the phases as (name, begin, end), for the timeline.
         buckets: the buckets in the order in which they became ready.
-        predicted_s: the duration of the step if its calls had taken the predicted time; None without predictions.
+        predicted_s: the duration that the step would have had if its calls had taken the predicted time; None without
+            predictions.
     """
 
     step: int
@@ -75,7 +76,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """Statistics on completed calls of one kind, for which the engine had predicted the duration.
+    """Statistics on completed calls of one kind whose duration the engine had predicted.
 
     Attributes:
         operation, dtype, count, algorithm: the kind of call; `count` is the number of elements per call.

@@ -142,7 +142,7 @@ class StepParts:
         return bucket
 
     def _exposed(self, buckets: Sequence[BucketTiming], begin_s: float, end_s: float) -> list[Interval]:
-        """Returns the intervals in which the rank only waited for communication.
+        """Returns the intervals in which the rank did nothing but wait for communication.
 
         These are the rank's synchronous calls, and the parts of bucket calls after the last gradient was ready. Before
         that, the backward pass was still computing.

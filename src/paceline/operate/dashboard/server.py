@@ -64,7 +64,7 @@ class ListenAddress:
 
 
 def lines(listener: socket.socket, token: str, prefix: str = "") -> list[str]:
-    """Returns the lines to print: the address, and commands to open the page from another machine."""
+    """Returns the lines to print: the address, and commands for opening the page from another machine."""
     user, host = getpass.getuser(), socket.gethostname()
     name = listener.getsockname()
     query = f"{prefix}/?token={token}"
@@ -249,7 +249,7 @@ class DashboardServer:
 
 
 class _RequestErrors(logging.Handler):
-    """Reports each exception in a request to the page in one line, except if the request was cancelled."""
+    """Reports each exception in a request to the page on one line, unless the request was cancelled."""
 
     def __init__(self, complain: Callable[[str], None]) -> None:
         super().__init__(logging.ERROR)

@@ -19,9 +19,9 @@ _LOOKS_AHEAD = 16
 
 
 def match_calls(ranks: Sequence[RankState]) -> list[dict[int, RankCall]]:
-    """Returns successful collectives with at least two recorded calls, keyed by rank, in order of completion.
+    """Returns the successful collectives that at least two ranks recorded, in order of completion.
 
-    Messages and group formation are excluded.
+    The calls of each collective are keyed by rank. Messages and group formation are excluded.
     """
     calls: dict[tuple[str, int], dict[int, RankCall]] = defaultdict(dict)
     for rank in ranks:
@@ -33,7 +33,7 @@ def match_calls(ranks: Sequence[RankState]) -> list[dict[int, RankCall]]:
 
 
 def span_of(matched: Sequence[Mapping[int, RankCall]]) -> float:
-    """Returns the time from the first arrival to the last completion in these collectives, in seconds."""
+    """Returns the time from the first arrival to the last completion of these collectives, in seconds."""
     if not matched:
         return 0.0
     first = min(call.ready_s for call in matched[0].values())

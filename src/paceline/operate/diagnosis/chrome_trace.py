@@ -45,7 +45,7 @@ def trace_of(
     for event in events:
         if "ts" in event:
             event["ts"] -= first_us
-    metadata = {"error of times between hosts, ns": error_ns, "time of day at 0, µs": first_us}
+    metadata = {"clock error between hosts, ns": error_ns, "time of day at 0, µs": first_us}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": metadata}
 
 
@@ -81,7 +81,7 @@ class _TraceAxis:
 
 
 def _numbered(recordings: Sequence[ProcessRecording]) -> dict[int, ProcessRecording]:
-    """Returns the recordings keyed by rank, or by another number where several workers had the same rank."""
+    """Returns the recordings keyed by rank, or by another number if several workers had the same rank."""
     numbered: dict[int, ProcessRecording] = {}
     for recording in recordings:
         number = recording.pid if recording.rank is None or recording.rank in numbered else recording.rank

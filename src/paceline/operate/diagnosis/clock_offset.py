@@ -98,7 +98,7 @@ def aligned(ranks: Sequence[RankState], clocks: Sequence[str]) -> list[RankState
 
 
 def _offset_s(reference: RankState, other: RankState) -> float:
-    """Returns the seconds to add to the other rank's times to align the ends of both ranks' common calls."""
+    """Returns the seconds to add to the other rank's times so that the calls that both ranks made end together."""
     mine, theirs = _ends(reference.calls), _ends(other.calls)
     from statistics import median  # slow to import, and only needed here
 

@@ -123,7 +123,7 @@ def _explain_absence(rank: RankState) -> AbsenceReason:
         return AbsenceReason(Cause.STORE, f"waits in {_store_wait(rank)}")
     where = f"is {place}" if place is not None else "is at an unknown location"
     if process is not None and process.reads_stdin:
-        remedy = " (type it, or start the job with `< /dev/null` if it needs none)"
+        remedy = " (type the input, or start the job with `< /dev/null` if it needs none)"
         return AbsenceReason(
             Cause.INPUT, f"waits for input{f' at {place.line}' if place and place.line else ''}{remedy}"
         )
@@ -185,7 +185,7 @@ def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -
 
 
 def _handled(snapshot: JobSnapshot, number: int) -> str:
-    """Describes the exception that made a rank leave the path of the others, for example into a `finally` clause."""
+    """Describes the exception that caused a rank to make a different call, for example in a `finally` clause."""
     ending = next((rank.ending for rank in snapshot.ranks if rank.rank == number), None)
     return f" while it handled {ending.handled}" if ending is not None and ending.handled else ""
 
@@ -275,7 +275,7 @@ def _left_before_failures(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> D
 
 
 def _failed_alike(one: RankState, other: RankState) -> bool:
-    """Returns True if two ranks raised the same exception on the same line, apart from numbers in its message."""
+    """Returns True if two ranks raised the same exception on the same line, ignoring numbers in the message."""
     if one.ending is None or other.ending is None or other.ending.manner is not ExitReason.EXCEPTION:
         return False
     texts = [_NUMBER.sub("0", ending.how) for ending in (one.ending, other.ending)]
@@ -484,7 +484,7 @@ def _disagreed(snapshot: JobSnapshot) -> Diagnosis | None:
 
 
 def _without_key(snapshot: JobSnapshot) -> Diagnosis | None:
-    """Diagnoses ranks that wait for keys of a store: blames the ranks that do not wait, which may have to set them."""
+    """Diagnoses ranks that wait for keys in a store: blames the other ranks, which may be expected to set the keys."""
     running = [rank for rank in snapshot.ranks if rank.ending is None]
     least_s = 0.0 if all(is_idle(rank) for rank in running) else _SETTLED_S
     waiters = [

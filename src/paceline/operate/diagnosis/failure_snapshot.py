@@ -54,7 +54,7 @@ def snapshot_failed_job(workers: Sequence[WatchedWorker], is_deep: bool = False)
 
 
 def with_endings(snapshot: MachineSnapshot, workers: Sequence[WatchedWorker]) -> MachineSnapshot:
-    """Returns the snapshot, updated with the exits of workers since it was taken."""
+    """Returns the snapshot, updated with the workers that have exited since it was taken."""
     endings = {worker.pid: worker.ending for worker in workers if worker.ending is not None}
 
     def with_ending(rank: RankState) -> RankState:

@@ -42,7 +42,7 @@ class Cause(Enum):
     DEVICE_BUSY = "a rank's device has not finished the work before a call"
     SLOW_CORE = "a rank computes more slowly than the others"
     SLOW_DEVICE = "a rank's device computes more slowly than the others'"
-    LONG_STEPS = "some steps of a rank take longer than those of the others"
+    LONG_STEPS = "a rank takes longer than the others in some steps"
     SLOW_LINK = "a link is slower than the others"
 
 
@@ -98,7 +98,7 @@ def named(ranks: Sequence[int], word: str = "rank") -> str:
 
 
 def reminder(verdict: Diagnosis, word: str = "rank") -> str:
-    """Returns a short reference to a diagnosis that was printed before."""
+    """Returns a short reference to a diagnosis that has already been printed."""
     who = f" ({named(verdict.blamed, word)})" if verdict.blamed else ""
     return f"the cause was explained above: {verdict.cause.value}{who}"
 
@@ -132,7 +132,7 @@ def verb(count: int, plural: str) -> str:
 
 
 def beginning(snapshot: JobSnapshot, ranks: Sequence[int]) -> str:
-    """Returns the first words of a sentence, with the lowest step among these ranks; "" if their steps are unknown."""
+    """Returns the beginning of a sentence, which states the lowest step of these ranks; "" if no step is known."""
     steps = [rank.step for rank in snapshot.ranks if rank.rank in ranks and rank.step is not None]
     return f"step {min(steps)}: " if steps else ""
 
@@ -171,8 +171,8 @@ def line_of(rank: RankState) -> str:
 def line_of_call(rank: RankState, group: str, sequence: int) -> str:
     """Returns the line in the user's program that made a call; "" if unknown.
 
-    If the line was not recorded, the rank must still be in the call, so the line that the rank is executing is
-    returned.
+    If the line was not recorded, the line that the rank is executing is returned, because the rank must still be in the
+    call.
     """
     made = (call for call in rank.calls if (call.group, call.sequence) == (group, sequence) and not call.is_message)
     line = next((call.line for call in made if call.line), "")

@@ -139,7 +139,7 @@ class ProcessActivity:
         state: the process's state at the second sample.
         cores: the average number of cores that the process and its children used.
         disk_bytes_s: the rate at which the process and its children read and wrote files, in bytes per second.
-        waited_share: the fraction of time for which threads that compute were runnable but had no core.
+        waited_share: the fraction of time for which computing threads were runnable but had no core.
         moves: whether the process's stack changed.
         child: the name of a child process that started or exited, such as "cc1plus", or "".
         wakes_hz: the number of times per second that the main thread went to sleep.
@@ -166,7 +166,7 @@ class ProcessActivity:
         return is_at_work or is_at_disk or self.moves or bool(self.child)
 
     def is_busy_at(self, place: StackLocation) -> bool:
-        """Returns True if the process is working. While it compiles, for example, less activity suffices."""
+        """Returns True if the process is working. Less activity suffices, for example, while it compiles."""
         works_a_little = self.cores + self.waited_share >= 0.01 and place.activity in (
             "compiles",
             "waits for a child process",
@@ -203,11 +203,11 @@ class DevicePhase:
 
 @dataclass(frozen=True)
 class StoreWait:
-    """A wait of a rank's main thread for keys of a store.
+    """A wait of a rank's main thread for keys in a store.
 
     Attributes:
         method: the method of the store, such as "get".
-        keys: the keys as in a message, such as `'ready'`; "" if they are unknown.
+        keys: the keys as formatted for a message, such as `'ready'`; "" if they are unknown.
         count: the number of keys.
         since_s: the time at which the wait began.
     """
@@ -251,8 +251,8 @@ class GroupMembership:
         number: the rank's number in the group.
         size: the number of members.
         name: the name of the group in error messages.
-        ranks: the members' numbers in the job, ordered by group rank. They are only given while the rank is waiting for
-                        for the group to form.
+        ranks: the members' numbers in the job, ordered by group rank; only given while the rank is waiting for the
+            group to form.
         is_closed: whether the rank has destroyed the group.
     """
 

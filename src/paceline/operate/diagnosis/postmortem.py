@@ -1,4 +1,4 @@
-"""State of a job that has ended, read from recordings, stall snapshots and failure files. Any may be missing."""
+"""State of a job that has ended, read from those of its recordings, stall snapshots and failure files that exist."""
 
 from __future__ import annotations
 

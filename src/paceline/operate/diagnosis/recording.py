@@ -69,7 +69,7 @@ class Clock:
         return self.pairs[0].realtime_ns - self.pairs[0].monotonic_ns if self.pairs else 0
 
     def _slope(self, index: int) -> float:
-        """Returns the nanoseconds per tick between pairs `index - 1` and `index`; outside the pairs, the average."""
+        """Returns the nanoseconds per tick between pairs `index - 1` and `index`, or the average beyond either end."""
         first, last = self.pairs[0], self.pairs[-1]
         if 0 < index < len(self.pairs):
             first, last = self.pairs[index - 1], self.pairs[index]
@@ -323,7 +323,7 @@ def _shifted(entry: _Entry, offset_ns: int) -> _Entry:
 
 
 def link_of(entry: tuple[int, ...], time_ns: Callable[[int], int]) -> LinkRecord:
-    """Converts an entry of the link table (`LinkFields` in native/record/layout.hpp).
+    """Converts an entry in the link table (`LinkFields` in native/record/layout.hpp).
 
     Args:
         entry: the entry as unpacked by `layout.LINK`.

@@ -449,7 +449,7 @@ def rank_state_of(recording: ProcessRecording, number: int | None = None) -> Ran
 
 
 def _store_wait(events: Sequence[EventRecord]) -> StoreWait | None:
-    """Returns the wait for a store that has not ended."""
+    """Returns the store wait that has not ended, or None."""
     for event in reversed(events):
         if event.kind is EventKind.STORE_WAIT:
             method, _, keys = (event.name or "wait").partition(" ")
@@ -521,7 +521,7 @@ def _traffic(recording: ProcessRecording) -> tuple[PeerTraffic, ...]:
 
 
 def _since_s(recording: ProcessRecording) -> float | None:
-    """Returns the latest time at which a call ended or an open wait began; by default, the recording's start time."""
+    """Returns the latest time at which a call ended or an open wait began, else the recording's start time."""
     ends = [call.ended_ns for call in recording.calls if call.ended_ns is not None]
     begun = [event.start_ns for event in recording.open_events() if event.kind in _WAITS]
     known = [*ends, *begun] or [recording.started_ns]

@@ -60,7 +60,7 @@ class HostPair:
         if self.round_trip_s >= _LONG_ROUND_TRIP_S:
             facts.append(f"a round trip takes {self.round_trip_s * 1e3:.3g} ms")
         if self.lost_share >= _LOSSES:
-            facts.append(f"{self.lost_share:.1%} of its segments were sent again")
+            facts.append(f"{self.lost_share:.1%} of its segments were retransmitted")
         more = f"; {' and '.join(facts)}" if facts else ""
         return (
             f"the slowest link is that from {self.hosts[0]} to {self.hosts[1]} ({named(self.ranks[0])} to "
@@ -167,7 +167,7 @@ def slow_network(ranks: Sequence[RankState]) -> list[Diagnosis]:
     hosts = ", ".join(found.hosts[:_MOST_HOSTS]) + (", ..." if len(found.hosts) > _MOST_HOSTS else "")
     sentence = (
         f"the network between {hosts} took {lasting(found.time_s)}, {found.share:.0%} of the time, after all ranks had "
-        f"reached the calls: a rank sent {found.nbytes_s / 1e6:.3g} MB/s{which}. If the link can do more, look at it "
-        "(`paceline doctor --peer` measures it)"
+        f"reached the calls: a rank sent {found.nbytes_s / 1e6:.3g} MB/s{which}. If the link should be faster, check "
+        "it (`paceline doctor --peer` measures it)"
     )
     return [Diagnosis(Cause.SLOW_LINK, blamed, sentence)]

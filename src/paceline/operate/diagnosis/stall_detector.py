@@ -35,7 +35,7 @@ def explain_or_default(explain: Callable[[], T], default: Default) -> T | Defaul
     except Exception as error:  # an error in a diagnosis must not terminate the training job
         frame = traceback.extract_tb(error.__traceback__)[-1]
         sys.stderr.write(
-            f"paceline: what was recorded could not be explained ({type(error).__name__}: {error}, in {frame.filename}:"
+            f"paceline: the recorded data could not be analyzed ({type(error).__name__}: {error}, in {frame.filename}:"
             f"{frame.lineno}); this is a bug in Paceline, and the job continues without the explanation\n"
         )
         return default

@@ -202,7 +202,7 @@ def _median_without(ordered: Sequence[float], place: int) -> float:
 
 
 def _share_ties(ordered: Sequence[float], order: Sequence[int], places: list[float]) -> None:
-    """Assigns the mean of their positions to ranks with equal times."""
+    """Assigns ranks with equal times the mean of their positions."""
     first = 0
     while first < len(ordered):
         end = first + 1
@@ -507,7 +507,7 @@ def _sentence(found: Straggler, cost: StragglerCost, word: str, *, is_over: bool
     others = f"the other {word}" if cost.ranks == 2 else "the median of the others"
     if found.long_steps is None:
         needs = "needed" if is_over else "needs"
-        says = f"{who} {needs} {more} more than {others} for its own work in a usual {unit}"
+        says = f"{who} {needs} {more} more than {others} for its own work in a typical {unit}"
     else:
         takes = "took" if is_over else "takes"
         often = f"every {ordinal(found.period)} {unit}" if found.period else f"{found.long_steps} {unit}s"

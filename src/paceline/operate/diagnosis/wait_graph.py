@@ -126,13 +126,13 @@ def _wait(group: str, number: int, members: Mapping[int, RankState]) -> CallWait
 
 
 def _latest_completed(rank: RankState, group: str) -> int:
-    """Returns the number of the latest call that a rank has made, without those that it abandoned."""
+    """Returns the number of the latest call that a rank has made, excluding abandoned calls."""
     made = [call.sequence for call in _collectives(rank, group) if not has_abandoned(rank, call)]
     return max(made, default=-1)
 
 
 def has_abandoned(rank: RankState, call: RankCall) -> bool:
-    """Returns True if a rank exited without an error before an asynchronous call of this rank had completed."""
+    """Returns True if a rank exited without an error before `call`, an asynchronous call, had completed."""
     return call.ended_s is None and rank.ending is not None and rank.ending.manner is ExitReason.FINISHED
 
 

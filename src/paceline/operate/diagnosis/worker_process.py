@@ -217,7 +217,7 @@ def between(first: ProcessSample | None, last: ProcessSample | None) -> ProcessA
 
 
 def _waited_ns(first: ProcessSample, last: ProcessSample) -> int:
-    """Returns the time for which the threads that compute were runnable but had no core.
+    """Returns the time for which computing threads were runnable but had no core.
 
     Threads that only poll occasionally are excluded, because they also wait for a core on a busy machine.
     """
@@ -261,7 +261,7 @@ def _descendants(root: Path, pid: int) -> list[int]:
 
 
 def _file_bytes(root: Path, pid: int) -> int:
-    """Returns the number of bytes read and written, including network file systems, unlike the disk counters."""
+    """Returns the number of bytes read and written, including those on network file systems, unlike disk counters."""
     text = _read(root / str(pid) / "io")
     at_disk = _number(text, "read_bytes:") + _number(text, "write_bytes:")
     return max(at_disk, _number(text, "rchar:") + _number(text, "wchar:"))
@@ -285,7 +285,7 @@ def _is_frozen(root: Path, pid: int) -> bool:
 
 
 def capture_stack(pid: int, timeout_s: float = 1.0) -> tuple[Frame, ...]:
-    """Returns the stack of a worker's main thread, or of the thread that it is waiting for; empty if it times out."""
+    """Returns the stack of a worker's main thread, or of the thread that it is waiting for; empty on timeout."""
     return capture_stacks([pid], timeout_s).get(pid, ())
 
 

@@ -1,4 +1,4 @@
-"""Implementation of `paceline run`, `paceline join` and `python -m paceline.launch`, from parsed options to exit code.
+"""Implements `paceline run`, `paceline join` and `python -m paceline.launch`, given the parsed options.
 
 `cli/main.py` and `paceline/launch.py` parse the command lines. Most imports are inside functions, so that help texts
 and usage errors are printed quickly.
@@ -27,7 +27,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, environment: Mapping[str,
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the job described by the flags, or prints it with --dry-run. Reports an error in one line.
+    """Runs the job described by the flags, or prints it with --dry-run. Reports each error on one line.
 
     Returns the exit code: 2 for invalid flags, 1 for other errors, and 130 if Ctrl-C raised KeyboardInterrupt before
     the launcher installed its signal handlers.
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_command(options: argparse.Namespace, action: Callable[[argparse.Namespace], int]) -> int:
-    """Calls `action`, and handles errors and exit codes like `run`."""
+    """Calls `action`, and handles errors and exit codes as `run` does."""
     from paceline.errors import PacelineError
     from paceline.operate.launch.workers.output import open_standard_streams
 
@@ -46,12 +46,12 @@ def run_command(options: argparse.Namespace, action: Callable[[argparse.Namespac
     except (PacelineError, ValueError, OSError) as error:
         print(f"paceline {getattr(options, 'command', 'run')}: {explain_os_error(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:  # where `interrupts_raised` applies, before any worker runs
+    except KeyboardInterrupt:  # raised under `interrupts_raised`, which is used before any worker runs
         return 130
 
 
 def explain_os_error(error: Exception) -> Exception:
-    """Converts a bare `OSError` to an error that states the missing resource and the remedy."""
+    """Converts a bare `OSError` into an error that names the missing resource and suggests a remedy."""
     from paceline.errors import PacelineError
     from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 

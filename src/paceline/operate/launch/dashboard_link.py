@@ -116,7 +116,7 @@ class DashboardLink:
             self._feed.send_sample()
 
     def worker_ended(self, number: int, pid: int, how: str) -> None:
-        """Records the exit of a worker that `workers` no longer returns, before the launcher reports the exit.
+        """Records a worker's exit before the launcher reports it. `workers` no longer returns this worker.
 
         Args:
             number: The worker's number in the job.

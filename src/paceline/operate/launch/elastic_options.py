@@ -55,7 +55,7 @@ class Chaos:
                 raise ArgumentTypeError(f"{kind} is given twice")
             intervals_s[kind] = _seconds(interval, part)
         if not intervals_s:
-            raise ArgumentTypeError(f"{text!r} specifies no kind; kill:2s,seed=7 kills one every 2 seconds or so")
+            raise ArgumentTypeError(f"{text!r} specifies no kind; kill:2s,seed=7 kills a worker about every 2 seconds")
         return cls(tuple(intervals_s.items()), seed)
 
     @property
@@ -105,7 +105,7 @@ def _seconds(text: str, part: str) -> float:
         value = -1.0
     if not _SHORTEST_S <= value < float("inf"):
         raise ArgumentTypeError(
-            f"{part!r} has no mean time between two actions, such as 2s, of {_SHORTEST_S:g}s or more"
+            f"{part!r} needs a mean time between actions of at least {_SHORTEST_S:g}s, as in kill:2s"
         )
     return value
 
@@ -136,12 +136,12 @@ def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: 
     if not options.elastic:
         if options.chaos is not None:
             raise OptionError(
-                "--chaos needs --elastic: without it a worker that is killed ends the job, or restarts all of them"
+                "--chaos needs --elastic: without it, killing a worker ends the job or restarts all workers"
             )
         if options.min_workers is not None:
-            raise OptionError("--min-workers needs --elastic: without it a job runs with all of its workers or none")
+            raise OptionError("--min-workers needs --elastic: without it, a job runs with all of its workers or none")
         if options.preload:
-            raise OptionError("--preload needs --elastic: it makes replacement workers start sooner")
+            raise OptionError("--preload needs --elastic, because it only speeds up the start of replacement workers")
         return None
     if options.preload and (options.no_python or options.start_method == "spawn"):
         raise OptionError(
@@ -159,7 +159,7 @@ def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: 
 
 
 def _check_chaos(chaos: Chaos, workers: int) -> None:
-    """Raises an error if the chaos actions are impossible on a single machine."""
+    """Raises an error if a single machine with `workers` workers does not permit the chaos actions."""
     if chaos.cuts:
         raise OptionError(
             "--chaos cut needs several machines: workers on one machine communicate through shared memory, so there "
@@ -167,6 +167,6 @@ def _check_chaos(chaos: Chaos, workers: int) -> None:
         )
     if workers == 1:
         raise OptionError(
-            "--chaos needs two workers or more on a machine, because it spares the last one: without it the job's "
+            "--chaos needs at least two workers on a machine, because it spares the last one, without which the job's "
             "state would be lost; set --nproc-per-node"
         )

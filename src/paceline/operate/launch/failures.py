@@ -47,7 +47,7 @@ _WRAPPED = re.compile(r"\b(PeerLostError|CollectiveTimeoutError|GroupAbortedErro
 _MISMATCH = "CollectiveMismatchError"
 _DEPARTURE = " left the group (its script ended, or it destroyed the process group)"  # see `comm/engine/failures.py`
 _STACKS = re.compile(r"\n\s*(?:At:\n|Exception raised from )")  # stacks that pybind11 and PyTorch append to a message
-# A connection that a child process broke, such as a worker of a DataLoader.
+# A connection broken by a child process, such as a DataLoader worker.
 _OF_CONNECTIONS = ("ConnectionResetError", "BrokenPipeError")
 _OF_CHILDREN = re.compile(r'^ *File ".*/(?:torch/utils/data|multiprocessing)/', re.MULTILINE)
 _DURING = "\nDuring handling of the above exception, another exception occurred:\n"
@@ -81,7 +81,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: str | None = None  # memory statistics, if the out-of-memory killer killed the worker
     log: str | None = None  # directory with the worker's output
     at_exit: bool = False  # whether the script had finished and the interpreter was shutting down
-    exit_line: str = ""  # the line of the user's code that exited with an error code, such as that of `sys.exit(3)`
+    exit_line: str = ""  # the line of the user's code that exited with an error code, e.g. by calling `sys.exit(3)`
 
     @property
     def is_consequence(self) -> bool:
@@ -134,7 +134,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def handled(self) -> str:
-        """The exception that the program was handling, with its line, when it raised this one; "" if there is none."""
+        """The exception that was being handled when this one was raised, with its line; "" if there is none."""
         text = "" if self.record is None else self.record.text
         before, during, _ = text.partition(_DURING)
         after_frames = re.split(r"^ .*\n", before, flags=re.MULTILINE)[-1] if during else ""
@@ -165,13 +165,13 @@ def _is_consequence(record: Record) -> bool:
 
 
 def _known_kind(kind: str, text: str) -> str:
-    """Returns the class of an exception or, if its message contains the text of an error of Paceline's, that class."""
+    """Returns an exception's class or, if its message quotes one of Paceline's errors, the class of that error."""
     wrapped = _WRAPPED.search(_exception_in(kind, text))
     return kind if wrapped is None else wrapped[1]
 
 
 def in_one_line(record: Record) -> str:
-    """Returns the exception at the end of a traceback in one line, without the stacks that libraries append to it.
+    """Returns the exception at the end of a traceback as one line, without the stacks that libraries append to it.
 
     If the message contains another process's traceback, only the exception of this process is returned.
     """
@@ -214,7 +214,7 @@ def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
 
 
 def shortened(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-    """Reduces failures to fit into a message: keeps the cause and a few other failures, whose texts are truncated."""
+    """Limits failures to what fits into a message: the cause, and other failures with truncated texts."""
     cause = first_failure(failures) if failures else None
     kept: list[WorkerFailure] = []
     for failure in failures:
@@ -227,7 +227,7 @@ def shortened(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
 
 
 def _tail(record: Record) -> str:
-    """Returns the end of a traceback; if the exception's own text is longer, its beginning."""
+    """Returns the end of a traceback or, if the exception's own text would not fit, the beginning of this text."""
     exception = _exception_in(record.kind, record.text)
     is_long = len(exception) > _TAIL_CHARACTERS
     return exception[:_TAIL_CHARACTERS] if is_long else record.text[-_TAIL_CHARACTERS:]
@@ -259,9 +259,9 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
         return f"{line}: {failure.memory}{log}"
     if failure.at_exit and code in _CRASHES:
         return (
-            f"{line} after its script had ended, while Python was shutting down; threads of native libraries that are "
-            "still running then can cause this. If it uses torch.distributed, call destroy_process_group() at the end "
-            f"of the script; look at its output above{log}"
+            f"{line} after its script had ended, while Python was shutting down; threads that native libraries leave "
+            "running can cause this. If it uses torch.distributed, call destroy_process_group() at the end of the "
+            f"script; look at its output above{log}"
         )
     if code == -signal.SIGKILL:
         return f"{line}; if it was not killed manually, the machine ran out of memory (see dmesg){log}"
@@ -283,7 +283,8 @@ def report_parts(
 ) -> list[str]:
     """Returns the parts of `report`, with a line that lists the members of `ranks` that did not fail.
 
-    A single failure is the last part, because users look at the end first. Of several failures, the cause is the first.
+    If there is only one failure, it is the last part, because users look at the end first. If there are several, the
+    cause is the first part.
 
     Args:
         failures: At least one failure.
@@ -326,9 +327,9 @@ def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, st
 
 
 def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
-    """Returns True if two workers failed with the same exception at the same location, apart from numbers.
+    """Returns True if two workers failed with the same exception at the same location, ignoring numbers.
 
-    The error about calls that do not match is the same on all ranks, although each rank raises it in its own call.
+    Errors about mismatched calls are always alike, although each rank raises the error in its own call.
     """
     if one.record is None or other.record is None:
         return False
@@ -372,7 +373,7 @@ def read_record(path: str) -> Record | None:
 
 
 def write_exit_line(path: str, trace: TracebackType | None) -> None:
-    """Writes the user's line in the traceback of a SystemExit next to the error file `path`."""
+    """Saves the user's line from the traceback of a SystemExit, in a file next to the error file `path`."""
     if line := _last_user_line("".join(traceback.format_tb(_without_own(trace)))):
         Path(f"{path}.exit-line").write_text(line)
 
@@ -386,7 +387,7 @@ def read_exit_line(path: str) -> str:
 
 
 def has_begun_exit(path: str) -> bool:
-    """Returns True if the interpreter of the worker with the error file `path` had begun to shut down."""
+    """Returns True if the interpreter had begun to shut down in the worker whose error file is `path`."""
     return os.path.exists(f"{path}.at-exit")
 
 
@@ -475,7 +476,7 @@ class ExceptionNotice:
 
 
 def notify_exception(directory: str) -> None:
-    """Announces an exception to the launcher that reads from the pipe in a directory, if there is such a launcher."""
+    """Announces an exception to the launcher that reads from the pipe in `directory`, if there is one."""
     with contextlib.suppress(OSError):
         fd = os.open(os.path.join(directory, _PIPE_NAME), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

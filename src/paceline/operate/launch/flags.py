@@ -184,15 +184,16 @@ class Flag:
 
 FLAGS = (
     # where the job runs
-    Flag("nnodes", "machines: a number, or a range within which they join and leave", parse_nodes, "1", "N|MIN:MAX"),
-    Flag("nproc-per-node", "workers on this machine; gpu: one for each GPU, cpu: one for each core, auto: gpu if any",
-         parse_workers, "1", "N|auto|gpu|cpu"),
+    Flag("nnodes", "the number of machines, or a range within which machines join and leave", parse_nodes, "1",
+         "N|MIN:MAX"),
+    Flag("nproc-per-node", "workers on this machine; gpu: one per GPU, cpu: one per core, auto: gpu if there are GPUs, "
+         "else cpu", parse_workers, "1", "N|auto|gpu|cpu"),
     Flag("node-rank", "this machine's number, if machines have fixed numbers (--rdzv-backend static)", parse_from_0),
     Flag("master-addr", "the address of machine 0, which hosts the rendezvous", str, metavar="ADDRESS"),
-    Flag("master-port", "the port there; on one machine, MASTER_PORT of the workers (default: a free one)", parse_port,
-         metavar="PORT"),
-    Flag("local-addr", "this machine's address for the others (default: the one on the route to the rendezvous)", str,
-         metavar="ADDRESS"),
+    Flag("master-port", "the port on machine 0; on a single machine, the workers' MASTER_PORT (default: a free one)",
+         parse_port, metavar="PORT"),
+    Flag("local-addr", "the address at which the other machines reach this one (default: the source address of the "
+         "route to the rendezvous)", str, metavar="ADDRESS"),
     Flag("rdzv-backend", "static: numbered machines; c10d: machines in any order", parse_backend, "static",
          "NAME"),
     Flag("rdzv-endpoint", "the address of the rendezvous; the machine with this address hosts it", str, "",
@@ -202,8 +203,8 @@ FLAGS = (
          parse_settings, "", "KEY=VALUE,..."),
     Flag("standalone", "use one machine, regardless of the other flags and the environment"),
     # restarts
-    Flag("max-restarts", "how often failed workers are restarted (default: 0; with --elastic, how many workers each "
-         "machine replaces, unlimited if not given)", parse_from_0),
+    Flag("max-restarts", "the maximum number of restarts after failures (default: 0); with --elastic, of replacements "
+         "on each machine (default: unlimited)", parse_from_0),
     Flag("monitor-interval", "accepted and ignored: the launcher detects the exit of a worker immediately",
          parse_seconds, "0.1", "SECONDS"),
     Flag("shutdown-timeout", "seconds from the stop signal to SIGKILL (default: 30, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
@@ -214,14 +215,14 @@ FLAGS = (
     Flag("module", "SCRIPT is a module, as for python -m", short="-m"),
     Flag("no-python", "SCRIPT is a program, not a Python script"),
     Flag("run-path", "SCRIPT is run by runpy.run_path"),
-    Flag("start-method", "spawn: a new interpreter each; fork, forkserver: forks of one that has imported torch; auto: "
-         "forks if SCRIPT imports torch and forking is possible", str, "auto", "METHOD",
+    Flag("start-method", "spawn: a new interpreter for each worker; fork, forkserver: forks of an interpreter that has "
+         "imported torch; auto: forks if SCRIPT imports torch and forking is possible", str, "auto", "METHOD",
          choices=("auto", "spawn", "fork", "forkserver")),
     Flag("role", "ROLE_NAME of the workers", str, "default", "NAME"),
     Flag("virtual-local-rank", "each worker sees only its own GPU, as number 0, and LOCAL_RANK=0"),
     # output
     Flag("log-dir", "keep the workers' output in DIR/RUN_ID/attempt_N/RANK/", str, metavar="DIR"),
-    Flag("redirects", "streams that go to files only; 0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:1,1:2",
+    Flag("redirects", "streams that go only to files: 0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:1,1:2",
          parse_streams, "0", "STREAMS", short="-r"),
     Flag("tee", "streams that go to files and to the console, in the form of --redirects", parse_streams, "0",
          "STREAMS", short="-t"),
@@ -232,24 +233,24 @@ FLAGS = (
     Flag("duplicate-stdout-filters", "lines with one of these words also go to filtered_stdout.log", parse_words, "",
          "WORDS"),
     Flag("duplicate-stderr-filters", "the same for stderr, to filtered_stderr.log", parse_words, "", "WORDS"),
-    Flag("event-log-handler", "console: a line of JSON on stderr for each start, failure and end", str, "null", "NAME",
-         choices=("null", "console")),
+    Flag("event-log-handler", "console: print a line of JSON to stderr for each start, failure and end", str, "null",
+         "NAME", choices=("null", "console")),
     Flag("logs-specs", "torchrun's plug-ins for logs; refused, with the flags to use instead", refuse_logs_specs,
          metavar="NAME", variable=False),
     # cores
-    Flag("numa-binding", "bind each worker to the cores of a NUMA node, socket or L3 cache, or to its own",
+    Flag("numa-binding", "bind each worker to the cores of a NUMA node, socket or L3 cache, or to cores of its own",
          str, metavar="MODE", choices=("node", "socket", "exclusive", "core-complex"), variable=False),
     Flag("no-pin", "do not bind workers to cores (by default each has cores of its own)", ours=True),
     # elastic training
-    Flag("elastic", "replace a worker that dies while the others continue", ours=True),
-    Flag("min-workers", "with --elastic: the fewest workers that train (default: 1)", parse_from_1, ours=True),
-    Flag("preload", "with --elastic: modules that are imported once, before workers are forked, so that "
-         "replacements start sooner", parse_modules, "", "MODULE,...", ours=True),
-    Flag("chaos", "with --elastic: kill or stop a random worker, after random times with these means; for tests",
+    Flag("elastic", "replace workers that die, while the others continue", ours=True),
+    Flag("min-workers", "with --elastic: the minimum number of workers (default: 1)", parse_from_1, ours=True),
+    Flag("preload", "with --elastic: modules to import once, before workers are forked, so that replacements start "
+         "sooner", parse_modules, "", "MODULE,...", ours=True),
+    Flag("chaos", "with --elastic: kill or stop random workers at random intervals with these means; for tests",
          Chaos.parse, metavar="kill:2s,stop:5s,seed=7", ours=True),
     # connections
     Flag("security", "encrypt: encrypt all connections between machines; auth: only authenticate them; none: neither "
-         "(default: PACELINE_SECURITY, or else they are encrypted where an address is public)", str, metavar="LEVEL",
+         "(default: PACELINE_SECURITY, or else encryption where an address is public)", str, metavar="LEVEL",
          choices=LEVELS, variable=False, ours=True),
     Flag("insecure", "allow --security none between machines, on a network that only this job uses", variable=False,
          ours=True),
@@ -269,7 +270,7 @@ FLAGS = (
     Flag("dash", "serve a live page of the job on this machine, for this user only (needs paceline[dash])", ours=True),
     Flag("dash-port", "with --dash: the page's port on loopback (default: a free one)", parse_port,
          metavar="PORT", ours=True),
-    Flag("dash-socket", "with --dash: a Unix socket in place of a port", str, metavar="PATH", ours=True),
+    Flag("dash-socket", "with --dash: a Unix socket to use instead of a port", str, metavar="PATH", ours=True),
     Flag("dash-prefix", "with --dash: the path under which a proxy serves the page", str, "", "PATH", ours=True),
     Flag("dash-host", "with --dash: the host names under which a proxy serves the page", str, "", "NAMES", ours=True),
     Flag("dash-actions", "with --dash: the page may also act: capture the stacks of all ranks", ours=True),
@@ -277,11 +278,11 @@ FLAGS = (
     Flag("compat", "torch: calls of torch.distributed on CPU tensors use Paceline's engine, whatever backend the "
          "script specifies; horovod: `import horovod.torch` is paceline.horovod", parse_libraries, "", "torch,horovod",
          variable=False, ours=True),
-    Flag("stall-after", "explain calls that last longer: which rank is absent, and why; 0: never", parse_seconds, "15",
+    Flag("stall-after", "explain calls that take longer: which rank is missing, and why; 0: never", parse_seconds, "15",
          "SECONDS", variable=False, ours=True),
     Flag("stdin", "the rank that reads the launcher's stdin, or none; the other ranks' stdin is empty",
          parse_rank_or_none, "0", "RANK|none", ours=True),
-    Flag("print-completion", "print a script with which this shell completes `paceline`, and exit", str,
+    Flag("print-completion", "print a completion script for this shell, and exit", str,
          metavar="SHELL", choices=SHELLS, variable=False, action=CompletionAction),
     Flag("dry-run", "print the workers that would start, with their variables, and exit", variable=False, ours=True),
     Flag("print-token", "host the rendezvous and print the token with which other machines join", variable=False,
@@ -305,7 +306,7 @@ def flags_after_script(script: str, arguments: Sequence[str]) -> Iterator[str]:
     if found:
         flags = ", ".join(dict.fromkeys(found))
         yield (
-            f"the script gets {flags}, although the launcher has flags with these names: put the launcher's flags "
+            f"the script receives {flags}, although the launcher has flags with these names: put the launcher's flags "
             f"before the script, as in `paceline run {found[0]} ... {script}`"
         )
 
@@ -326,7 +327,7 @@ def add_flags(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -
     """Adds all flags to a parser, with defaults from PET_* variables."""
     groups = {
         False: parser.add_argument_group("torchrun's flags (--a-b or --a_b; PET_A_B in the environment)"),
-        True: parser.add_argument_group("flags of Paceline's own"),
+        True: parser.add_argument_group("Paceline's own flags"),
     }
     for flag in FLAGS:
         given = environment.get(f"PET_{flag.dest.upper()}") if flag.variable else None

@@ -233,7 +233,9 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
         if node_rank is None:
             raise OptionError(f"--nnodes {most} needs --node-rank, this machine's number from 0 to {most - 1}")
         if node_rank >= most:
-            raise OptionError(f"--node-rank {node_rank} is too large: with --nnodes {most} they are 0 to {most - 1}")
+            raise OptionError(
+                f"--node-rank {node_rank} is too large: with --nnodes {most} the numbers are 0 to {most - 1}"
+            )
         serves = node_rank == 0
     elif options.elastic and serves is None and not options.rdzv_endpoint and node_rank is not None:
         serves = node_rank == 0

@@ -115,13 +115,13 @@ class JobDashboard:
             self.note(decode_update(body))
 
     def stalled(self, message: UserMessage) -> None:
-        """Displays the cause of a stall or of a failure, or that the job has resumed."""
+        """Displays the cause of a stall or failure, or a notice that the job has resumed."""
         has_cause = message.is_stall or message.is_failure
         notice = StallNotice(message.text, message.blamed, (), time.monotonic(), message.is_failure)
         self.note(notice if has_cause else None)
 
     def generation(self, world_size: int, restarts: int) -> None:
-        """Displays that workers have started, with the number of ranks and the number of restarts so far."""
+        """Displays the start of workers, with the number of ranks and the number of restarts so far."""
         self._facts = replace(self._facts, world_size=world_size, restarts=restarts)
         self.note(self._facts)
 
@@ -211,7 +211,7 @@ class RemoteDashboardFeed:
 
 
 def encode_update(sample: JobSample, offset_s: float) -> str:
-    """Encodes a sample as JSON, with times on the dashboard's clock. The size is about 2 KB per rank and second.
+    """Encodes a sample as JSON, with times on the dashboard's clock. The size is about 2 KB per rank per second.
 
     Phases and buckets are only included for each rank's latest step, because the dashboard shows them for one step. If
     there is too much output, only the latest lines are sent.

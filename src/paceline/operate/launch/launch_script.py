@@ -81,7 +81,7 @@ def _pod(request: LaunchScriptOptions, indent: int) -> str:
       resources: {_resources(request)}
       volumeMounts: [{{name: shm, mountPath: /dev/shm}}]
   volumes:
-    - name: shm  # a container's own has 64 MiB, too little for the workers of a DataLoader
+    - name: shm  # the default size of 64 MiB is too small for DataLoader workers
       emptyDir: {{medium: Memory}}
 """
     return text.replace("\n", "\n" + " " * indent).rstrip() + "\n"
@@ -137,7 +137,7 @@ spec:
           parallelism: {request.nodes}
           backoffLimit: 0
           template:
-            {_pod(request, 12).replace(f"subdomain: {request.name}", "# the JobSet gives the subdomain")}"""
+            {_pod(request, 12).replace(f"subdomain: {request.name}", "# the JobSet sets the subdomain")}"""
 
 
 def kubeflow(request: LaunchScriptOptions) -> str:

@@ -96,7 +96,7 @@ class Launcher(ABC):
         self._selector = selectors.DefaultSelector()
         self._watcher = Watchdog(job.stall_after_s, self._watched, self._on_snapshot)
         self._headlines: list[str] = []  # printed before the report of the failures
-        self._final_messages: list[str] = []  # printed after it
+        self._final_messages: list[str] = []  # printed after the report
 
     def __enter__(self) -> Launcher:
         self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signal)

@@ -1,4 +1,4 @@
-"""LocalActivity: the events, workers, output and stacks on this machine that the dashboard displays."""
+"""`LocalActivity`: the events, workers, output and stacks on this machine that the dashboard displays."""
 
 from __future__ import annotations
 

@@ -148,7 +148,8 @@ def parse_streams(text: str) -> StreamsOfRanks:
 
 def _not_streams(text: str) -> StreamsOfRanks:
     raise ArgumentTypeError(
-        f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both) nor these by local rank, as in 0:1,1:2"
+        f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both), nor a list of these by local rank, as in "
+        "0:1,1:2"
     )
 
 

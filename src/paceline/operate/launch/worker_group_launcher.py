@@ -297,7 +297,7 @@ class WorkerGroupLauncher(Launcher):
             self._has_explained = True
             self._watcher.start_failure_snapshot()
         elif failure.follows_departure and not self._has_looked:
-            # The rank may be running after it destroyed its group, so its location must be read before it is stopped.
+            # The rank may still be running after destroying its group. Its location must be read before it is stopped.
             self._has_looked = True
             self._watcher.start_failure_snapshot()
 

@@ -206,7 +206,7 @@ def decode(content: bytes, name: str = "the calibration") -> Calibration:
             )
         found = msgspec.json.decode(content, type=Calibration)
     except msgspec.MsgspecError as error:
-        raise CalibrationError(f"{name} is not a calibration that `paceline plan --measure` writes: {error}") from error
+        raise CalibrationError(f"{name} is not a calibration written by `paceline plan --measure`: {error}") from error
     if problem := _problem(found):
         raise CalibrationError(f"{name}: {problem}")
     return found
@@ -218,7 +218,7 @@ def _problem(found: Calibration) -> str | None:
     if min(*vars(found.times).values(), *found.step_s, *sizes) < 0:
         return "a time or a size is negative"
     if not found.step_s or found.alone_s <= 0:
-        return "step_s is empty or zero; it needs the seconds of at least one step"
+        return "step_s is empty or zero; it must contain the duration of at least one step in seconds"
     if not found.bucket_nbytes or min(found.bucket_nbytes) <= 0:
         return f"bucket_nbytes is {list(found.bucket_nbytes)}; it must hold positive numbers"
     return "forwards must be at least 1" if found.forwards < 1 else None

@@ -18,7 +18,7 @@ def table_text(predictions: Sequence[JobPrediction]) -> str:
     rows = [_HEADS, *(_cells(each) for each in predictions)]
     per = f"{PER_SAMPLES:,} samples" if predictions[0].samples_per_s is not None else "1,000 steps"
     notes = (
-        "efficiency: relative to the same number of ranks without waiting; memory: per rank; traffic: sent by a host "
+        "efficiency: relative to the same number of ranks that never wait; memory: per rank; traffic: sent by a host "
         "per step;\n"
         f"hidden: the share of communication that overlaps with computing; node-hours: for {per}\n"
         "\n"
@@ -31,15 +31,15 @@ def _unknowns(prediction: JobPrediction) -> str:
     """Explains the interval of a prediction, and which parts of it are assumed."""
     parts = {
         "the measured variation between steps": prediction.variation,
-        "this machine's noise between runs, which is not known and is assumed": prediction.machine,
-        "the network and calls on it, whose errors are not known and are assumed to be those of bench/plan.py":
+        "this machine's noise between runs, which is unknown and therefore assumed": prediction.machine,
+        "the network and its calls, whose prediction errors are unknown; those found by bench/plan.py are assumed":
             prediction.network,
     }  # fmt: skip
     lines = [f"  -{part.less:.0%} +{part.more:.0%}  {name}" for name, part in parts.items()]
     return (
         f"p5-p95: the range of 90% of the steps. On {prediction.nodes} nodes, it consists of\n"
         + "\n".join(lines)
-        + "\nOther machines that are slower or busier, and other traffic, are not included."
+        + "\nSlower or busier machines and other network traffic are not taken into account."
     )
 
 
@@ -59,7 +59,7 @@ def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
                 each.change.but,
             )
         )
-    return f"What to change on {nodes} nodes, each by itself:\n\n{aligned(rows, left=(0, 4))}\n"
+    return f"Possible changes on {nodes} nodes, each predicted separately:\n\n{aligned(rows, left=(0, 4))}\n"
 
 
 def facts_of(prediction: JobPrediction) -> dict[str, object]:

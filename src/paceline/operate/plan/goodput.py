@@ -18,7 +18,7 @@ from paceline.operate.plan.simulated_job import EventTimes, JobOutcome, MeanTime
 
 _NEVER_S = 1e12
 _MOST_MACHINES, _MOST_PER_MACHINE = 16, 2
-"""Limits on the numbers of simulated machines and of workers per machine. Above them, each represents several."""
+"""Limits on the numbers of machines and of workers per machine to simulate. In larger jobs, each represents several."""
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|h|d)")
@@ -190,8 +190,8 @@ def goodput_text(results: Sequence[Goodput], times: EventTimes) -> str:
     )  # fmt: skip
     rows = [heads, *map(_cells, results)]
     notes = (
-        "elastic, restarting: the share of its time in which a job makes progress; in an elastic job,\n"
-        "the others take over the work of lost workers, and in one that restarts, all start again from a checkpoint"
+        "elastic, restarting: the share of time in which the job makes progress; in an elastic job, the other\n"
+        "workers take over the work of lost workers; in a restarting job, all workers restart from a checkpoint"
     )
     return f"{aligned(rows)}\n\n{notes}\n{_partitions(results[-1].nodes, times)}"
 

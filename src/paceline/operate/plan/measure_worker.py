@@ -313,7 +313,7 @@ class _Measurement:
         """Writes the calibration after the last measured step; exits if all ranks are done or this one is far ahead."""
         done, needed = len(watch.steps), LEFT_OUT + self._settings.steps
         if done == 1 and not self._barrier.signal_and_wait("begun", _LATEST_S):
-            print("paceline plan: not all ranks of this machine train yet; this one continues", file=sys.stderr)
+            print("paceline plan: not all ranks on this machine are training yet; this one continues", file=sys.stderr)
         if done == needed:
             self._write(watch)
             self._barrier.signal("measured")

@@ -372,7 +372,7 @@ def changes(now: JobPrediction, calibration: Calibration) -> Iterator[Change]:
         yield from _buckets(base, per_node, calibration.gradient_nbytes)
         if not base.overlaps:
             yield Change(
-                "overlap=True", "each rank needs a core besides those that it computes on",
+                "overlap=True", "each rank needs one core more than those that it computes on",
                 replace(base, overlaps=True), per_node,
             )  # fmt: skip
         for times in (2, 4):
@@ -383,7 +383,7 @@ def changes(now: JobPrediction, calibration: Calibration) -> Iterator[Change]:
                 per_node,
             )
         yield Change(
-            f"DiLoCo(every={_PERIOD})", "ranks train on parameters of their own between exchanges; compare the loss",
+            f"DiLoCo(every={_PERIOD})", "the ranks' parameters differ between exchanges; compare the loss",
             replace(base, period=_PERIOD), per_node,
         )  # fmt: skip
         for stage in (1, 2, 3):

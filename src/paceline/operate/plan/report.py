@@ -88,8 +88,8 @@ def scaling_curve(predictions: Sequence[JobPrediction]) -> str:
             f'<circle cx="{across.place(job.ranks):.1f}" cy="{up.place(rate):.1f}" r="4" fill="var(--backward)">'
             f"<title>{job.nodes} nodes: {_short(rate)} {'samples/s' if unit else 'steps of a rank/s'}</title></circle>"
         )
-    name = "samples a second" if unit else "steps of all ranks a second"
-    return _svg(_HEIGHT, f"{name} by the number of ranks; dashed: without waiting", drawn)
+    name = "samples per second" if unit else "steps of all ranks per second"
+    return _svg(_HEIGHT, f"{name} by the number of ranks; dashed: if ranks never waited", drawn)
 
 
 def step_bars(predictions: Sequence[JobPrediction]) -> str:
@@ -213,7 +213,7 @@ def report(
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     title = " ".join(calibration.origin.command) or "a script"
     sections = [
-        _section("The rate by the number of ranks", scaling_curve(predictions)),
+        _section("Rate by the number of ranks", scaling_curve(predictions)),
         _section("Where a step's time goes, by the number of nodes", step_bars(predictions)),
     ]
     if heat:

@@ -166,7 +166,7 @@ class CallTimes:
         return self._known[key]
 
     def _on_one_host(self, operation: Operation, nbytes: int) -> float:
-        """Returns the duration from measured all-reduces; a reduce-scatter or all-gather takes about half as long."""
+        """Returns the duration based on measured all-reduces; a reduce-scatter or all-gather takes about half of it."""
         seconds = interpolated(self._host_calls, self.ranks, nbytes)
         return seconds if operation is Operation.ALL_REDUCE else seconds / 2
 

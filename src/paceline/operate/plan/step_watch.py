@@ -95,7 +95,7 @@ def times_of(steps: Sequence[StepNotes]) -> MeasuredTimes:
     if not any(step.forward_s and step.backward_s for step in steps):
         raise TooFewStepsError(
             f"{len(steps)} optimizer steps were observed, but none included a forward and a backward pass of a module "
-            "with parameters; the script must train for more steps than are skipped at its beginning"
+            "with parameters; the script must train beyond the steps that are skipped at its beginning"
         )
     forwards = [seconds for step in steps for seconds in step.forward_s]
     backwards = [seconds for step in steps for seconds in step.backward_s]

@@ -30,7 +30,7 @@ def test_findings_with_low_confidence_are_shown_on_request(tmp_path, capsys):
     assert main(["doctor", str(path)]) == 0
     told = capsys.readouterr().out
     assert told.splitlines()[0].endswith("train.py: none of the known mistakes was found")
-    assert told.splitlines()[1].strip() == "1 more finding has low confidence; show with --confidence low"
+    assert told.splitlines()[1].strip() == "1 more finding has low confidence; show all with --confidence low"
     assert main(["doctor", "--confidence", "low", str(path)]) == 0
     assert re.search(r"note  .*train.py:3: all-ranks-save: .* \(low confidence\)\n +why: ", capsys.readouterr().out)
 

@@ -73,7 +73,7 @@ def test_all_ranks_are_on_one_axis():
     still = spans[(1, "all_reduce")]
     assert still["ts"] == (12 + 3 - 5) * 1000.0
     assert still["args"]["has ended"] is False and still["dur"] == (100 - 12) * 1000.0
-    assert trace["otherData"]["error of times between hosts, ns"] == 5
+    assert trace["otherData"]["clock error between hosts, ns"] == 5
     json.dumps(trace)
 
 

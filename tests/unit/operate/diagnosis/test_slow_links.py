@@ -39,7 +39,7 @@ def test_the_slow_way_is_named_with_its_ranks():
     assert (way.hosts, way.ranks) == (("h1", "h2"), ((1,), (2,)))
     assert way.sentence == (
         "the slowest link is that from h1 to h2 (rank 1 to rank 2): 12 MB/s while data was in transit, compared with "
-        "950 MB/s on the others; a round trip takes 31 ms and 4.0% of its segments were sent again"
+        "950 MB/s on the others; a round trip takes 31 ms and 4.0% of its segments were retransmitted"
     )
 
 

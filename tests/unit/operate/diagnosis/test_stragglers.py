@@ -206,7 +206,7 @@ def test_a_program_without_steps_is_told_in_iterations():
         ranks.append(replace(rank, calls=tuple(calls)))
     (told,) = slow_ranks(ranks)
     assert told.cause is Cause.SLOW_CORE
-    assert told.sentence.startswith("rank 1 needed 100 ms more than the other rank for its own work in a usual iter")
+    assert told.sentence.startswith("rank 1 needed 100 ms more than the other rank for its own work in a typical iter")
     assert "had been like the other, an iteration would have taken 103 ms instead of 203 ms" in told.sentence
 
 

@@ -171,7 +171,7 @@ def test_torchruns_flags_are_all_there():
         (["--elastic", "--preload", "wave", "--no-python"], "--preload needs workers that are forked"),
         (["--elastic", "--min-workers", "2"], "more than the 1 workers of this machine"),
         (["--elastic", "--nproc-per-node", "2", "--chaos", "cut:2s"], "--chaos cut needs several machines"),
-        (["--elastic", "--chaos", "kill:2s"], "--chaos needs two workers or more"),
+        (["--elastic", "--chaos", "kill:2s"], "--chaos needs at least two workers"),
         (["--rdzv-conf", "speed=1"], "unknown settings: speed"),
         (["--nnodes=2", "--rdzv-endpoint", "h0:port"], "is not HOST:PORT"),
         (

@@ -23,7 +23,7 @@ def test_a_calibration_survives_its_file(tmp_path):
         ('"forward_s": 0.015', '"forward_s": "fast"', r"Expected `float`, got `str` - at `\$.times.forward_s`"),
         ('"forward_s": 0.015', '"forward_s": -1', "a time or a size is negative"),
         ('"forwards": 1', '"forwards": 0', "forwards must be at least 1"),
-        ("{", "", "is not a calibration that `paceline plan --measure` writes"),
+        ("{", "", "is not a calibration written by `paceline plan --measure`"),
     ],
 )
 def test_a_wrong_calibration_says_what_is_wrong(old, new, complaint):

@@ -66,8 +66,8 @@ def test_the_band_adds_what_is_not_known():
     assert found.low_s == pytest.approx(0.063 - math.hypot(0.0015, 0.0031))
     assert found.high_s == pytest.approx(0.063 + math.hypot(0.0015, 0.0066))
     told = table_text([found])
-    assert "-2% +2%  this machine's noise between runs, which is not known" in told
-    assert "-5% +10%  the network and calls on it, whose errors are not known" in told
+    assert "-2% +2%  this machine's noise between runs, which is unknown" in told
+    assert "-5% +10%  the network and its calls, whose prediction errors are unknown" in told
     assert facts_of(found)["deviations"]["network"]["more"] == pytest.approx(6.6 / 63)
 
 

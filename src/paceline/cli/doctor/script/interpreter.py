@@ -65,7 +65,7 @@ class RankInterpreter:
         self.identity = identity
         self.initialized = not has_init
         self.seeded = False  # whether all ranks draw the same random numbers
-        self.seeded_by_rank = False  # whether every rank draws other random numbers
+        self.seeded_by_rank = False  # whether each rank draws different random numbers
         self.start_method: object = None  # the multiprocessing start method, such as "spawn"
         self.process_count: int | None = None  # number of started processes, if it is a constant
         self.trace = RankTrace(identity.rank)
@@ -245,7 +245,8 @@ class RankInterpreter:
             case ast.Assert(test=test_node):
                 test = self.evaluate(test_node)
                 self._narrow(test_node)
-                fails = test.is_known and not test.truth() and Fact.RANK not in test.facts  # else the job is smaller
+                # A test of the rank is assumed to succeed, because the real job may have fewer ranks.
+                fails = test.is_known and not test.truth() and Fact.RANK not in test.facts
                 return ({"stop"} if fails else {"next"}), None
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._define(node, None)
@@ -313,7 +314,7 @@ class RankInterpreter:
         that branch.
         """
         truth = test.truth()
-        if truth is None and not test.is_computed_by_a_call:  # a test around this one may have decided it
+        if truth is None and not test.is_computed_by_a_call:  # an enclosing test may have decided it
             truth = next((each.outcome for each in self._decided() if each.text == test.text), None)
         if truth is not None:
             return self._arm(self._condition(node, test, truth), then if truth else otherwise), None
@@ -521,7 +522,7 @@ class RankInterpreter:
     ) -> AbstractValue:
         body = callee.class_object
         instance = AbstractValue(
-            f"{callee.text} of line {getattr(node, 'lineno', 0)}", instance_of=body, arguments=tuple(arguments),
+            f"{callee.text} on line {getattr(node, 'lineno', 0)}", instance_of=body, arguments=tuple(arguments),
             keywords=dict(keywords), called=callee.text, node=node,
         )  # fmt: skip
         initializer = body.lookup("__init__") if body is not None else None
@@ -548,7 +549,7 @@ class RankInterpreter:
             return result
         names = {each.rpartition(".")[2] for each in function.decorators}
         if is_repeated and names & {"cache", "lru_cache"}:
-            return result  # perhaps without another execution of the function
+            return result  # a cached function may not run again
         once = bool(names & _RUN_ONCE)
         if once and self.identity.rank != 0:
             return known(None, frozenset({Fact.RANK}))

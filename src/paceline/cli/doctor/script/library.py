@@ -136,7 +136,7 @@ def _collective(call: LibraryCall) -> AbstractValue:
     if call.name not in _ONLY_THE_ROOT_RECEIVES | {"new_group"} and call.arguments:
         call.arguments[0].make_equal_on_all_ranks(call.line)
     facts = inherited_facts(call.arguments[:1])
-    return work or AbstractValue(f"{call.name} of line {call.line}", facts=facts, called=call.path)
+    return work or AbstractValue(f"{call.name} on line {call.line}", facts=facts, called=call.path)
 
 
 def _in_group(call: LibraryCall, first: int) -> bool:
@@ -149,7 +149,7 @@ def _in_group(call: LibraryCall, first: int) -> bool:
 
 def _asynchronous(call: LibraryCall) -> AbstractValue:
     """Returns the Work of an asynchronous call. The call uses its tensors until the script has waited for the Work."""
-    work = AbstractValue(f"{call.name} of line {call.line}", called="asynchronous", node=call.node)
+    work = AbstractValue(f"{call.name} on line {call.line}", called="asynchronous", node=call.node)
     work.keywords = {"operation": AbstractValue(call.name)}
     work.escaped = call.interpreter.path.phase == "uncalled"
     for tensor in call.arguments[:2]:
@@ -181,7 +181,7 @@ def start_processes(call: LibraryCall) -> AbstractValue | None:
             method_name = context.arguments[0].constant
         call.record("spawn" if method_name in ("spawn", "forkserver") else "fork", call.name, target)
         _run_worker(call, target, _items(call.keywords.get("args")))
-        return AbstractValue(f"process of line {call.line}", called="Process")
+        return AbstractValue(f"process on line {call.line}", called="Process")
     if call.name in _LAUNCHERS:
         for function in filter(is_function, [*call.arguments, *call.keywords.values()]):
             _run_worker(call, function, [])

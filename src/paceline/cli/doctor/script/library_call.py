@@ -70,7 +70,7 @@ class LibraryCall:
     def object(self, **parts: object) -> AbstractValue:
         """Returns a new object, identified by the function and the line that created it."""
         value = AbstractValue(
-            f"{self.name} of line {self.line}", called=self.path, node=self.node, arguments=tuple(self.arguments),
+            f"{self.name} on line {self.line}", called=self.path, node=self.node, arguments=tuple(self.arguments),
             keywords=self.keywords,
         )  # fmt: skip
         for name, part in parts.items():

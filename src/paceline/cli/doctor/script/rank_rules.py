@@ -178,7 +178,7 @@ def messages(job: JobTrace) -> Iterator[Diagnostic]:
                     continue
                 certain = job.confidence(event)
                 if peer == rank:
-                    reason = f"rank {rank} is the sender and the receiver, and no rank can be both"
+                    reason = f"rank {rank} is both the sender and the receiver, which is not possible"
                     yield found(event, "message-to-itself", f"{event.name}()", reason, "pass another rank", certain)
                 elif event.name.endswith("send") and not any(
                     not isinstance(source, int) or source == rank for source in receivers[peer]
@@ -195,7 +195,7 @@ def messages(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def deadlocks(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports ranks that wait for messages of each other, because all of them receive before they send."""
+    """Reports ranks that wait for messages from each other, because all of them receive before they send."""
     sequences = [list(job.of(trace, "message")) for trace in job.traces]
     for event in (each for events in sequences for each in events):
         is_certain = event.subject is not None and isinstance(event.subject.constant, int)
@@ -266,11 +266,11 @@ def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
         is_finiteness = event.name == "continue" and Fact.FINITENESS in facts
         is_computed = not facts & _DIFFERENT and (Fact.RANK not in facts or Fact.PERHAPS_RANK in facts)
         confidence = job.confidence(event, unless=is_finiteness or is_computed)
-        yield found(event, "uneven-loop", f"{event.name} in a loop of all ranks", reason, fix, confidence)
+        yield found(event, "uneven-loop", f"{event.name} in a loop that all ranks run", reason, fix, confidence)
 
 
 def _tests_around(event: TraceEvent) -> tuple[PathCondition, ...]:
-    """Returns the tests around a statement that leaves a loop; the loop and earlier statements have own findings."""
+    """Returns the tests around a statement that leaves a loop; other findings cover the loop and earlier statements."""
     loop = event.loops[-1]
     return tuple(
         each for each in event.conditions

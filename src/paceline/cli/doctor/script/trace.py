@@ -45,7 +45,7 @@ class PathCondition:
 
     @property
     def is_callback(self) -> bool:
-        """Whether a library receives a function, which it may call on some ranks only."""
+        """Whether the test is a library call with a callback, which the library may call on some ranks only."""
         return isinstance(self.node, ast.Call) and not self.is_known
 
 

@@ -59,12 +59,12 @@ def loaders(job: JobTrace) -> Iterator[Diagnostic]:
                 evaluates = bool(iterations) and all(each.without_gradients for each in iterations)
                 uncertain = loader.escaped or evaluates or not _is_familiar(loader) or job.uses_accelerator
                 uncertain |= "**" in loader.keywords or (not iterations and _has_divided_twin(job, loader))
-                reason = "every rank reads all of the data, so an epoch counts each sample once for every rank"
+                reason = "every rank reads all of the data, so each sample is used once per rank in every epoch"
                 fix = "pass sampler=DistributedSampler(dataset), and pass shuffle= to the sampler"
                 confidence = job.confidence(event, unless=uncertain)
                 yield found(event, "no-sampler", "DataLoader without a sampler", reason, fix, confidence)
         elif shuffles and sampler.is_none() is False:
-            reason = "DataLoader refuses a sampler together with shuffle=True"
+            reason = "DataLoader does not accept both a sampler and shuffle=True"
             fix = "pass shuffle=True to the DistributedSampler"
             yield found(event, "shuffle", "shuffle=True with a sampler", reason, fix, job.confidence(event))
         batch_size = _keyword(loader, "batch_size", 1)
@@ -77,7 +77,7 @@ def loaders(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def _has_divided_twin(job: JobTrace, loader: AbstractValue) -> bool:
-    """Returns True if another loader of the same data set has a sampler, so that this one is perhaps not used."""
+    """Returns True if another loader of the same data set has a sampler, in which case this loader may be unused."""
     data = _keyword(loader, "dataset", 0)
     others = [event.result for event in job.traces[0].of("loader") if event.result is not None]
     return any(library_call.sampler_of(each) is not None and _keyword(each, "dataset", 0) is data for each in others)
@@ -149,8 +149,8 @@ def _split(job: JobTrace, event: TraceEvent, sampler: AbstractValue) -> Iterator
         if part.called_name == "random_split" and Fact.PER_RANK in part.facts:
             line = getattr(part.node, "lineno", 0)
             reason = (
-                f"random_split() on line {line} draws other samples on every rank, because the seed depends on the"
-                " rank; samples of the validation set of one rank are in the training set of another"
+                f"random_split() on line {line} draws different samples on every rank, because the seed depends on the"
+                " rank; validation samples of one rank are in the training set of another"
             )
             fix = "pass generator=torch.Generator().manual_seed(0) to random_split()"
             confidence = job.confidence(event)
@@ -226,7 +226,7 @@ def _averages(job: JobTrace) -> Iterator[Diagnostic]:
     event = next(iter(passes), None)
     if event is not None and all(each.name != "backward" for each in passes):
         reason = "no_sync() surrounds every backward pass, so the gradients are never averaged"
-        fix = "leave no_sync() for the last backward pass before optimizer.step()"
+        fix = "exit no_sync() before the last backward pass that precedes optimizer.step()"
         reduces = any(each.name.startswith("all_reduce") for trace in job.traces for each in trace.of("collective"))
         confidence = job.confidence(event, unless=reduces or any(not each.is_known for each in event.conditions))
         yield found(event, "never-averaged", "backward() in no_sync()", reason, fix, confidence)
@@ -240,7 +240,7 @@ _MAY_AVERAGE = re.compile(r"parallel|shard|reduce|gather|hook|average|sync|prepa
 
 
 def _never_wrapped(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports models that are trained on different samples by every rank and whose gradients nothing averages."""
+    """Reports models that every rank trains on different samples without averaging the gradients."""
     events = [event for trace in job.traces for event in trace.of("wrap", "collective", "message", "rpc")]
     if not job.initializes_itself or any(event.name not in ("barrier", "broadcast") for event in events):
         return
@@ -257,7 +257,7 @@ def _never_wrapped(job: JobTrace) -> Iterator[Diagnostic]:
     }  # fmt: skip
     for event in job.of(job.traces[0], "backward"):
         if loops & set(event.loops):
-            reason = "every rank computes gradients of other samples and nothing averages them, so the models differ"
+            reason = "every rank computes gradients from other samples and nothing averages them, so the models diverge"
             fix = "wrap the model: model = DistributedDataParallel(model)"
             yield found(event, "never-wrapped", "backward() of a model that is not wrapped", reason, fix,
                         job.confidence(event))  # fmt: skip
@@ -300,7 +300,7 @@ def checkpoints(job: JobTrace) -> Iterator[Diagnostic]:
         is_state = is_restored or (on_gpus and _STATE.search(ast.unparse(event.node)) is not None)
         on_cpus = not on_gpus and _uses_cpu_backend(job)
         in_memory = event.subject is not None and event.subject.called_name == "BytesIO"
-        reason = "every rank loads the tensors to the GPU that they were saved from, whose memory may not suffice"
+        reason = "every rank loads the tensors onto the GPU from which they were saved, which may run out of memory"
         confidence = job.confidence(event, unless=not is_state or on_cpus or in_memory)
         fix = 'pass map_location="cpu"'
         yield found(event, "no-map-location", "torch.load without map_location", reason, fix, confidence)
@@ -335,7 +335,7 @@ def devices(job: JobTrace) -> Iterator[Diagnostic]:
             confidence = job.confidence(event, unless=uncertain or _uses_cpu_backend(job))
             yield found(event, "first-gpu", f"{event.name} without torch.cuda.set_device", reason, fix, confidence)
         elif indices == ranks and len(ranks) > job.local_size:
-            reason = "the rank counts all machines, so the second machine has no GPU with this number"
+            reason = "ranks are numbered across all machines, so the second machine has no GPU with this number"
             local = 'use int(os.environ["LOCAL_RANK"])'
             others = any(len(set(each)) == job.local_size and each != indices for _, each in places)
             yield found(

@@ -17,7 +17,7 @@ export function drawTimeline(picture, view) {
   const timeline = picture.timeline;
   if (!timeline) {
     laneCanvas = null;
-    fill(place, empty("The latest step of all ranks appears here, with the buckets of gradients and the waits for them."));
+    fill(place, empty("The latest step of all ranks appears here, with the gradient buckets and the time spent waiting for them."));
     return;
   }
   if (!laneCanvas) buildTimeline(place, view);

@@ -51,7 +51,7 @@ def _leads_elsewhere(connection: socket.socket) -> bool:
 
 @dataclass
 class _Loss:
-    """The loss of a worker, with the other workers that have not entered a new view since then."""
+    """The loss of a worker, and the other workers that have not entered a new view since the loss."""
 
     since_s: float
     behind: set[str]
@@ -110,7 +110,7 @@ def _spread(values_s: list[float], what: str) -> str:
     return f"; {what}: median {median(values_s):.2f} s, longest {max(values_s):.2f} s"
 
 
-# stopped workers resume after this time, because the last worker with the state is never fenced
+# A stopped worker is resumed after this time, because the launcher does not kill the last worker that has the state.
 _CONTINUES_AFTER_S = 5.0
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 

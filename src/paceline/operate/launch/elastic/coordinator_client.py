@@ -358,7 +358,7 @@ class CoordinatorClient:
         )
 
     def _follow(self, number: int, address: str) -> bool:
-        """Requests a launcher's permission to follow it; returns whether permission was granted."""
+        """Requests permission to follow another launcher; returns whether permission was granted."""
         answer, elsewhere = self._ask(number, address)
         with self._changing:
             has_ended = self._search.tried(number, answer, elsewhere)

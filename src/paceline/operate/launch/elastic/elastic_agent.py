@@ -306,7 +306,7 @@ class ElasticAgent(Launcher):
             self._slots.close(set(self._members.members))
 
     def _on_end(self, end: JobEnded) -> None:
-        """Ends the workers whose training loops are incomplete; later sends SIGTERM to all that are still running."""
+        """Ends the workers with incomplete training loops, and schedules SIGTERM for workers that are still running."""
         self._close_slots()
         if self._members is None:
             return
@@ -479,7 +479,7 @@ class WorkerExits:
         self._memory.close()
 
     def _verdict(self, member: PoolWorker, code: int, fate: ExitCause, failure: WorkerFailure | None) -> str:
-        """Returns a sentence about a worker's exit. A failure is diagnosed in the same way as in other jobs."""
+        """Returns a sentence about a worker's exit. Failures are diagnosed as in non-elastic jobs."""
         if fate is ExitCause.RELEASED:
             return f"{member} has ended, because the others continued without it"
         if failure is None or member.life.is_fenced or fate not in (ExitCause.FAILED, ExitCause.KILLED):

@@ -176,7 +176,7 @@ class ShutdownPlan:
         return coordinates and self.number == ORDERLY_SIGNAL and not self.insists
 
     def farewell(self, coordinates: bool) -> list[Report]:
-        """Returns the final reports to the coordinator once no worker is left; later calls return an empty list."""
+        """Returns the final reports for the coordinator once no worker is left; later calls return an empty list."""
         if self.number is None or self.has_left or self.hands_over(coordinates):
             return []
         self.has_left = True
@@ -270,7 +270,7 @@ class ElasticController:
         failures: Iterable[WorkerFailure],
         now_s: float,
     ) -> Orders:
-        """Takes over a job from the machines that follow this launcher.
+        """Takes over a job, whose state is restored from the reports of the machines that follow this launcher.
 
         Args:
             home: The number of this machine.
@@ -453,7 +453,7 @@ class ElasticController:
         return [(node, JobEnded(0 if reason == ORDERLY_SIGNAL.name else 1)), *self._carry(left)]
 
     def _carry(self, given: CoordinatorOrders) -> Orders:
-        """Converts the coordinator's orders, which are addressed to machines, to orders for nodes."""
+        """Converts the coordinator's orders for machines into orders for nodes."""
         carried: Orders = []
         nodes = self._machines.nodes()
         for order in given:

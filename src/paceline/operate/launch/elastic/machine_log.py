@@ -88,7 +88,7 @@ class _RunningWorker:
 
 @dataclass
 class MachineState:
-    """The state of one machine, as required by a coordinator.
+    """The state of one machine, from which a new coordinator restores the state of the job.
 
     Orders from the coordinator are recorded here before anything is forwarded to a worker. Any later coordinator
     therefore receives every view that a worker may have received.

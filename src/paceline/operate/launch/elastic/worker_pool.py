@@ -118,7 +118,7 @@ STOPPED_AFTER_S = 1.0  # a worker that is stopped for this long counts as frozen
 
 @dataclass
 class StoppedProcesses:
-    """Processes stopped by a signal, with the time at which each was first found stopped."""
+    """Processes stopped by a signal, with the time at which each was first seen to be stopped."""
 
     since_s: dict[int, float] = field(default_factory=dict)
     _looked_s: float = 0.0
@@ -284,7 +284,7 @@ class WorkerPool:
             processes.
         on_start: A function called with each worker whose process has started.
         on_message: A function called with each message from a worker, or with None for an invalid datagram.
-        on_end: A function called with each worker that has exited, after all of its messages and output were handled.
+        on_end: A function called with each worker that has exited, once all of its messages and output are handled.
     """
 
     def __init__(

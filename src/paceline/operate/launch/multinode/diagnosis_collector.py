@@ -323,8 +323,8 @@ class DiagnosisCollector(ControllerMiddleware):
     def _last_words(self, end: JobEnded, held: HeldDiagnosis | None, now_s: float) -> list[UserMessage]:
         """Returns the messages to print at the end of a job.
 
-        A diagnosis is printed last. If none of the failures is the cause, it is printed before them, so that the first
-        line is not about a consequence, and the last line refers to it.
+        A diagnosis is printed last. If none of the failures is the cause, the diagnosis is printed before the failures,
+        so that the first line is not about a consequence; the last line then refers to the diagnosis.
         """
         from paceline.operate.diagnosis.finding import reminder
 

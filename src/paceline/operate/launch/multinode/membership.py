@@ -213,7 +213,7 @@ class Membership:
         ):
             self._makes_room = True
             return self._stop(f"{join.host} joins")
-        return [(node, NotifyOrder(f"{len(self.members)} machines are in use; this one waits for a free place"))]
+        return [(node, NotifyOrder(f"{len(self.members)} machines are in use; this one waits until one leaves"))]
 
     def failed(self, node: str, report: WorkerFailed, now_s: float) -> Orders:
         """Records the first failure among a node's workers; a call to `stopped` follows."""

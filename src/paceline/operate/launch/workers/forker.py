@@ -23,8 +23,8 @@ from paceline.operate.launch.workers.placement import Cores
 from paceline.operate.launch.workers.worker import bind_process
 
 _LARGEST_ANSWER = 4096
-_ANSWER_S = 30.0  # time after which a template process that has not forked a requested worker is replaced
-_IMPORTS_S = 300.0  # time after which workers are started without waiting for the imports any longer
+_ANSWER_S = 30.0  # timeout for forking a worker, after which the template process is replaced
+_IMPORTS_S = 300.0  # timeout for the template's imports, after which workers are started without them
 _LAST_ANSWER_S = 2.0
 _MOST_TEMPLATES = 4
 

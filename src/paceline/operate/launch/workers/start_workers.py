@@ -281,7 +281,7 @@ class MachineResources:
             lines.append(f"OMP_NUM_THREADS={self.threads} for each of {self.workers} workers{bound}")
         if self.cores is None and job.binding_is_asked_for:
             lines.append(
-                f"--numa-binding exclusive: {self.workers} workers need more cores than there are; none is bound"
+                f"--numa-binding exclusive: {self.workers} workers need more cores than this machine has; none is bound"
             )
         if 0 < self.gpus < self.workers and not job.virtual_local_rank:
             lines.append(
@@ -329,7 +329,7 @@ def describe_plan(job: Job, machine: MachineResources) -> str:
 def _replacement(elastic: ElasticOptions) -> str:
     most = "" if elastic.most_replacements is None else f", at most {elastic.most_replacements} times on each machine"
     chaos = f"; chaos: {elastic.chaos}" if elastic.chaos is not None else ""
-    return f"a worker is replaced while at least {elastic.min_workers} train on{most}{chaos}"
+    return f"a worker is replaced while at least {elastic.min_workers} continue training{most}{chaos}"
 
 
 def _start(job: Job) -> Start | None:

@@ -203,7 +203,7 @@ class WorkerGroup:
             self._next_signal = (now_s + self._grace_s, signal.SIGKILL)
 
     def end(self, number: int = signal.SIGTERM, after_s: float = 0.0) -> None:
-        """Requests all workers to exit, starts no more workers, and kills remaining workers after a grace period."""
+        """Requests that all workers exit, starts no more workers, and kills those that remain after a grace period."""
         self._start_no_more()
         if self._next_signal is None or after_s == 0.0:
             self._next_signal = (time.monotonic() + after_s, number)

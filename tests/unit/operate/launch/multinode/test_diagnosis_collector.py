@@ -103,7 +103,7 @@ def test_a_diagnosis_that_fails_ends_no_job(monkeypatch, capsys):
     sightings, seen = nodes(), scene()
     sightings.reported("b", of_node(seen, [2, 3]), 1.0)
     assert sightings.reported("a", of_node(seen, [0, 1], is_stalled=False), 2.0) == []
-    assert "could not be explained (ValueError: min() arg is an empty sequence, in " in capsys.readouterr().err
+    assert "could not be analyzed (ValueError: min() arg is an empty sequence, in " in capsys.readouterr().err
 
 
 def test_a_node_that_does_not_look_is_not_waited_for():
