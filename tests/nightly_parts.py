@@ -127,7 +127,7 @@ def _encrypted() -> Part:
     left_out = (
         "test_encryption_of_hosts.py",
         "test_two_level.py",
-    )  # they select a level or another engine
+    )  # they select a level or a different engine
     words = [sys.executable, "-m", "pytest", "-m", "not soak and not gpu", "tests/hosts"]
     return Part(
         "encrypted",

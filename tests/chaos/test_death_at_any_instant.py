@@ -1,4 +1,4 @@
-"""Kills or stops a rank at a random instant; the other ranks must detect it, and none may hang."""
+"""Kills or stops a rank at a random time. The other ranks must detect this, and none may hang."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import paceline as dist
 
 TIMEOUT_S = 3
 PATIENT_S = 60  # the timeout if no call is expected to time out
-SILENCE_S = 9  # time until a host that vanished is considered lost, whatever the timeout
+SILENCE_S = 9  # time until a vanished host is considered lost, regardless of the timeout
 BUSY_S = 20  # upper bound on a busy machine
 PAIR = [0, 3]
 EVENTS = ("kill", "stop", "cut", "kill two", "kill and stop", "a short stop", "a short cut")
@@ -98,7 +98,7 @@ def go_on_until_told(ready: str, seed: int) -> tuple[str, str, float]:
 
 
 def survive(hosts, directory: Path, seed: int) -> None:
-    """Requires that every unaffected rank raises an error, which names an affected rank if there is one."""
+    """Asserts that every unaffected rank raises an error, which names an affected rank if there is one."""
     chance = random.Random(seed)
     event = event_of(seed)
     victims = chance.sample(range(4), 2)[: 2 if event in ("kill two", "kill and stop") else 1]

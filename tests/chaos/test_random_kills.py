@@ -17,7 +17,7 @@ from stubborn import Started
 
 
 def _ordeal(number: int, directory: Path) -> str | None:
-    """Runs a job and kills it at a random instant in a random way; returns a description of what remains.
+    """Runs a job and kills it at a random time in a random way; returns a description of what remains.
 
     Every fourth job is killed only after its workers have started, because killing a launcher before it has
     started anything tests little.

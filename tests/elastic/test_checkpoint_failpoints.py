@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def die_in_a_save(
     directory: Path, failpoints: str, undisturbed: str, asynchronous: bool, steps: tuple[int, ...] = (LAST_STEP,)
 ) -> dict[str, int]:
-    """Returns the workers' exit codes; requires that the newest checkpoint is complete and from one of `steps`."""
+    """Returns the workers' exit codes; asserts that the newest checkpoint is complete and from one of `steps`."""
     outcome = elastic_job.run(
         elastic_programs.train_and_save,
         EPOCHS,
@@ -55,7 +55,7 @@ def test_a_worker_may_die_while_it_saves(tmp_path: Path, undisturbed: str, point
 
 
 def train_as_usual(directory: Path, epochs: int, failpoints: str = "") -> elastic_job.Outcome:
-    """Requires that all workers end with the same state, and that each epoch has used each sample once."""
+    """Asserts that all workers end with the same state, and that each epoch has used each sample once."""
     policy = {"gather_s": 0.02, "start_patience_s": 20.0}
     outcome = elastic_job.run(
         elastic_usual.train_and_save, epochs, str(directory), failpoints=failpoints, policy=policy

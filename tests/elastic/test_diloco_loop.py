@@ -30,7 +30,7 @@ def run(failpoints: str = "", delay: int = 0, replaces: bool = False, **options:
 
 
 def require_agreement(outcome: Outcome) -> None:
-    """Requires that all workers that have finished have the same parameters and outer state."""
+    """Asserts that all workers that have finished have the same parameters and outer state."""
     first, *others = outcome.results.values()
     for each in others:
         assert each["digest"] == first["digest"]

@@ -52,7 +52,7 @@ def result_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def require_each_sample_once(result: dict[str, Any], epochs: int = EPOCHS) -> None:
-    """Requires that each epoch has used each sample in exactly one committed step."""
+    """Asserts that each epoch has used each sample in exactly one committed step."""
     used = [index for step in result["shares"] for index in step]
     assert len(used) == epochs * SAMPLES
     for at in range(0, len(used), SAMPLES):
@@ -61,7 +61,7 @@ def require_each_sample_once(result: dict[str, Any], epochs: int = EPOCHS) -> No
 
 
 def require_reference(result: dict[str, Any]) -> None:
-    """Requires the parameters of a single process that averages each step in float64, using the recorded shares."""
+    """Asserts that parameters equal those of one process that averages in float64, using the recorded shares."""
     torch.manual_seed(0)
     model = elastic_usual.Counted(centers=False).double()
     optimizer = torch.optim.SGD(model.net.parameters(), lr=RATE, momentum=0.5)

@@ -34,7 +34,7 @@ def run(*failpoints: str, workers: int = 3, **options: object) -> Outcome:
 
 
 def require_whole(outcome: Outcome) -> dict[str, Any]:
-    """Requires that all workers have the same state at the end, and that each epoch has used each sample once."""
+    """Asserts that all workers have the same state at the end, and that each epoch has used each sample once."""
     first, *others = outcome.results.values()
     assert isinstance(first, dict)
     assert all(each == first for each in others), outcome.results

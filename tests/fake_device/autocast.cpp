@@ -8,7 +8,7 @@
 #include "runtime.hpp"
 
 namespace at::autocast {
-// Declared in ATen/autocast_mode.h, which takes long to compile.
+// Declared in ATen/autocast_mode.h, which is slow to compile.
 TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
 TORCH_API at::Tensor cached_cast(at::ScalarType to_type, const at::Tensor& arg, c10::DeviceType device_type);
 }  // namespace at::autocast

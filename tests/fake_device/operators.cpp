@@ -25,7 +25,7 @@ namespace {
 using c10::IValue;
 using torch::jit::Stack;
 
-// Disables autograd and autocast for a call, whatever the program has enabled for the CPU.
+// Disables autograd and autocast for a call, regardless of what the program has enabled for the CPU.
 struct BelowAutograd {
     c10::impl::ExcludeDispatchKeyGuard autograd{c10::autograd_dispatch_keyset_with_ADInplaceOrView};
     c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};

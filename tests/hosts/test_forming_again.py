@@ -1,4 +1,4 @@
-"""Groups form beside the default group, and form again between the same hosts without measuring the network."""
+"""Groups that form in addition to the default group, and again between the same hosts without measuring the network."""
 
 from __future__ import annotations
 

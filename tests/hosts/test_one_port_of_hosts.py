@@ -130,7 +130,7 @@ def test_torch_distributed_comes_through_the_port(hosts, tmp_path):
 
 
 def refuse_gloo_between_hosts() -> str:
-    os.environ["PACELINE_SECURITY"] = "auth"  # with encryption, gloo is rejected for another reason
+    os.environ["PACELINE_SECURITY"] = "auth"  # with encryption, gloo is rejected for a different reason
     with pytest.raises(ValueError, match="engine 'gloo' would connect the hosts h0, h1 at ports of its own"):
         dist.init_process_group("gloo", port=PORT, timeout=timedelta(seconds=30))
     return "refused"

@@ -87,7 +87,7 @@ def sum_lists_views_and_later() -> None:
 def of_unequal_magnitudes() -> torch.Tensor:
     """Next to 100, int4 rounds 0.1 to zero until the residual has grown to half a step of 100 / 7.
 
-    Each separately rounded part of the tensor contains a 100, whatever the number of ranks is.
+    Each separately rounded part of the tensor contains a 100, regardless of the number of ranks.
     """
     tensor = torch.full((128,), 0.1)
     tensor[::16] = 100.0

@@ -1,4 +1,4 @@
-"""The replacement of a machine that was lost with its disk restores the copy in another launcher's memory."""
+"""A machine that replaces one lost with its disk restores the copy in another launcher's memory."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Wire:
         return self.conditions.loss > 0 and self._random.random() < self.conditions.loss
 
     def _is_kept_out(self, target: int, frame: bytes) -> bool:
-        """Returns True if a host's firewall drops a frame that opens a connection to another port."""
+        """Returns True if a host's firewall drops a frame that opens a connection to a closed port."""
         doors = {port for host, port in self.conditions.doors if host == target}
         if not doors or not (ports := _tcp_ports(frame)):
             return False

@@ -212,7 +212,7 @@ void a_missing_rank_is_named_after_the_timeout() {
     });
 }
 
-// The first two ranks time out before the other ranks begin the call, one after another. The last rank reads the
+// The first two ranks time out, and then the other ranks begin the call one after another. The last rank reads the
 // failure reports of all other ranks.
 void a_call_that_failed_on_some_ranks_fails_on_late_ranks() {
     std::atomic<int> called{0};

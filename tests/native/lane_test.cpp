@@ -1,5 +1,5 @@
-// Tests that bytes sent over a lane arrive unchanged and in order, whatever the sizes of the reads and writes, and that
-// the end of the stream is reported after the last byte.
+// Tests that bytes sent over a lane arrive unchanged and in order regardless of the sizes of the reads and writes, and
+// that the end of the stream is reported after the last byte.
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -116,7 +116,7 @@ def lend_the_default_group(directory: str) -> None:
     with pytest.raises(ValueError, match="twice"):
         paceline.interop.torch_backend.lend_default_group()
     torch_dist.destroy_process_group()
-    with torch_group("gloo", directory):  # a program may still choose another backend
+    with torch_group("gloo", directory):  # a program may still choose a different backend
         assert torch_dist.get_backend() == "gloo"
         torch_dist.all_reduce(tensor)
         paceline.all_reduce(tensor)

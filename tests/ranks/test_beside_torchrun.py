@@ -1,4 +1,4 @@
-"""Under torchrun, which serves MASTER_PORT itself, ranks perform the rendezvous on another port."""
+"""Under torchrun, which serves MASTER_PORT itself, ranks perform the rendezvous on a different port."""
 
 from __future__ import annotations
 

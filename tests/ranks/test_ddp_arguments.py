@@ -1,4 +1,4 @@
-"""Arguments of DistributedDataParallel and combinations with other features; each must train correctly."""
+"""Arguments of DistributedDataParallel and combinations with other features; training must be correct with each."""
 
 from __future__ import annotations
 

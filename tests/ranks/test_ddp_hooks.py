@@ -125,7 +125,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_digits(kind: str) -> float:
-    """Trains a smaller model of examples/digits.py for three epochs; returns the accuracy on test images."""
+    """Trains a smaller version of the model in examples/digits.py for three epochs; returns the test accuracy."""
     rank, size = dist.get_rank(), dist.get_world_size()
     images, labels = digits()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -164,7 +164,7 @@ def train_digits_with_every_hook() -> dict[str, float]:
 
 @functools.cache
 def accuracies() -> dict[str, float]:
-    """Returns the accuracies by hook, all from one world."""
+    """Trains with each hook in one world; returns the accuracies by hook."""
     return Ranks(2)(train_digits_with_every_hook)[0]
 
 

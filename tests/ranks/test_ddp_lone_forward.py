@@ -51,7 +51,7 @@ def test_torch_averages_under_no_sync_after_a_lone_forward(ranks, tmp_path):
 
 
 def require_own_then_average(make: Callable[[], nn.Module], run: Callable[[nn.Module, torch.Tensor], None]) -> None:
-    """Requires that `run` does not average gradients, and that the next backward pass averages the accumulated ones."""
+    """Asserts that `run` does not average gradients, and that the next backward pass averages the accumulated ones."""
     data, more = batches(4, 8), batches(4, 8, step=1)
     data, more = ([x.requires_grad_() for x in each] for each in (data, more))
     module, rank = make(), dist.get_rank()

@@ -369,7 +369,7 @@ def buffers_that_become_other_views() -> None:
         wrapped(torch.ones(2, 4)).sum().backward()
         assert module.seen.tolist() == [10.0 * length + at for at in range(length)]
         assert module.store[length:].tolist() == [10.0 * length + at + rank for at in range(length, 8)]
-    changes = (  # to memory that a stale view would miss, or would see in another order
+    changes = (  # to memory that a stale view would miss, or would see in a different order
         (lambda seen: setattr(seen, "data", module.store), [*range(8)]),
         (lambda seen: setattr(seen, "data", module.store[::2]), [0, 2, 4, 6]),
         (lambda seen: setattr(seen, "data", module.store.view(2, 4)), [[0, 1, 2, 3], [4, 5, 6, 7]]),

@@ -37,7 +37,7 @@ _WHOLE = [
 _ON_FOUR_RANKS = ("docs/learn/collectives.md", "docs/learn/process-groups.md")
 _LIMIT_S = 110
 
-# The programs on these pages need other processes, another engine or another framework, so other tests run them.
+# The programs on these pages need other processes, a different engine or another framework, so other tests run them.
 _RUN_ELSEWHERE = {
     "checkpoints.md": "tests/ranks/test_checkpoints_in_training.py",
     "clusters.md": "tests/clusters/test_ray.py",

@@ -17,7 +17,7 @@ from world import Ranks
 
 import paceline as dist
 
-# Each rank has its own PID namespace, so its process id there is not valid in the namespaces of the other ranks.
+# Each rank has its own PID namespace, so its process id is not valid in the namespaces of the other ranks.
 _ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
 _CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000

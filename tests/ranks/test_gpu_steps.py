@@ -19,7 +19,7 @@ import paceline as dist
 
 
 def wrong(setting: Setting) -> None:
-    """Compares a sum with the sum of another tensor."""
+    """Compares a sum with the sum of a different tensor."""
     with session(setting, theirs=False) as here:
         tensor = torch.full((4,), float(here.rank))
         dist.all_reduce(tensor)

@@ -36,7 +36,7 @@ def require_equal_on_all_ranks(tensors: Iterable[torch.Tensor]) -> None:
 def require_averaged(
     module: nn.Module, reference: nn.Module, losses: Callable[[nn.Module], Iterable[torch.Tensor]]
 ) -> None:
-    """Requires that gradients are the average of those from `losses(reference)`, which yields one loss per rank."""
+    """Asserts that gradients are the average of those from `losses(reference)`, which yields one loss per rank."""
     size = dist.get_world_size()
     sums: dict[str, torch.Tensor] = {}
     for loss in losses(reference):
@@ -358,7 +358,7 @@ def gradients_of_any_layout() -> None:
     reference = copy.deepcopy(conv)
     wrapped = dist.DistributedDataParallel(conv)
     reference.load_state_dict(conv.state_dict())
-    if rank == 0:  # on rank 1, autograd creates it with channels last
+    if rank == 0:  # on rank 1, autograd creates it in channels-last format
         conv.weight.grad = torch.zeros(4, 3, 3, 3)
     batches = inputs(2, 3, 8, 8)
     wrapped(batches[rank]).sum().backward()

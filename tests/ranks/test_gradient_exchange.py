@@ -84,7 +84,7 @@ def require_torn(model: nn.Module, optimizer: dist.SharedModelOptimizer) -> None
 
 
 def require_resumed(ranks: Callable[[int], Ranks], undisturbed: Path, path: Path) -> None:
-    """Requires that the restarted job is bitwise equal to an undisturbed one."""
+    """Asserts that the restarted job's results are bitwise equal to those of an undisturbed job."""
     assert ranks(3)(train_with_checkpoints, path, "") == ["", "", ""]
     if not undisturbed.exists():
         ranks(3)(train_with_checkpoints, undisturbed, "")

@@ -179,7 +179,7 @@ def attempt(name: str, function: Callable[..., object], arguments: Sequence[obje
     journal.note(f"{name}({', '.join(map(shown, arguments))})")
     try:
         return function(*arguments)
-    except Exception as error:  # whatever the error, the process must survive
+    except Exception as error:  # regardless of the error, the process must survive
         journal.note(f"    {type(error).__name__}: {error}"[:300])
         return None
 

@@ -1,4 +1,4 @@
-"""Checkpoints saved by 4 ranks and loaded by any number of ranks, for every kind of training."""
+"""Checkpoints from every kind of training, saved by 4 ranks and loaded by any number of ranks."""
 
 from __future__ import annotations
 

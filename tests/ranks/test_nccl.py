@@ -64,7 +64,7 @@ def send_many_tags() -> tuple[int, str]:
             assert torch.equal(received, value)
     groups = torch_groups.CALLS.count("construct")
     group = dist.new_group()
-    for tags in ((0, 0), (1, 2)):  # the second message is received with another tag
+    for tags in ((0, 0), (1, 2)):  # the second message is received with a different tag
         other = [torch.ones(2), 1 - rank, tags[rank]]
         (dist.send if rank == 0 else dist.recv)(other[0], other[1], group, tag=other[2])
     wait_until(lambda: failed_text(group, rank) != "")

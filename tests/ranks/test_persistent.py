@@ -34,7 +34,7 @@ def test_persistent_calls_do_what_plain_ones_do(ranks, size, algorithm, backend)
 
 
 def forms_fit_together() -> None:
-    """A persistent call matches a plain call of the other rank, which prepares its calls in another order."""
+    """A persistent call matches a plain call on the other rank, which prepares its calls in a different order."""
     rank = dist.get_rank()
     one, many = torch.zeros(1), torch.zeros(50_000)
     tensors = [one, many] if rank == 0 else [many, one]

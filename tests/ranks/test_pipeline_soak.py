@@ -1,4 +1,4 @@
-"""Pipelines of two stages do not hang, whatever the stages' speeds: a thousand runs of eight micro-batches.
+"""Pipelines of two stages do not hang, regardless of the stages' speeds: a thousand runs of eight micro-batches.
 
 pytest -m soak tests/ranks/test_pipeline_soak.py -s
 """

@@ -20,7 +20,7 @@ from paceline.interop.torch_backend.process_group import TorchProcessGroup
 
 
 def with_both(program: Callable[[], object], directory: str) -> None:
-    """Runs on a rank: the program must return the same result with Paceline in place of gloo as with gloo itself."""
+    """Runs on a rank. The program must return the same result with gloo and with Paceline in its place."""
     found = []
     for of in ("gloo", "paceline"):
         os.makedirs(f"{directory}/{of}", exist_ok=True)
@@ -34,7 +34,7 @@ def with_both(program: Callable[[], object], directory: str) -> None:
 
 
 def events() -> list[tuple[str, bool, list[list[int]]]]:
-    """Returns the name of each call in a profile, whether the call ended on another thread, and the tensor shapes."""
+    """Returns each call's name in a profile, whether the call ended on a different thread, and the tensor shapes."""
     rank = torch_dist.get_rank()
     one, two = torch.ones(3), torch.ones(2, 3)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
@@ -60,7 +60,7 @@ def events() -> list[tuple[str, bool, list[list[int]]]]:
             torch_dist.recv(two)
     torch_dist.barrier()
     calls = [event for event in profiled.events() if event.name.startswith(("gloo:", "paceline:"))]
-    older = torch.__version__ < (2, 13)  # their profiles lack events from Python that end on another thread
+    older = torch.__version__ < (2, 13)  # their profiles lack Python events that end on a different thread
     return sorted((event.name, older or event.is_async, event.input_shapes) for event in calls)
 
 

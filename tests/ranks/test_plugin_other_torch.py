@@ -1,4 +1,4 @@
-"""Runs the plug-in's tests with another release of torch, in a separate environment.
+"""Runs the plug-in's tests with a different release of torch, in a separate environment.
 
 `PACELINE_OTHER_TORCH` is the path of that environment's interpreter. The environment must have the same version of
 Python, and contain torch, msgspec, numpy, pytest, pytest-timeout and hypothesis. `make plugin RELEASE=2.6` creates one.

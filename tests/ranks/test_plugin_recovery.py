@@ -169,7 +169,7 @@ def shrink_twice(directory: str) -> tuple[int, list[int]]:
         torch_dist.new_group([0, 1, 2, 3])  # is destroyed with the first default group
         model = DistributedDataParallel(nn.Linear(3, 1))
         sums = []
-        for dies, left in ((1, 3), (0, 2)):  # first rank 1; then the new rank 0
+        for dies, left in ((1, 3), (0, 2)):  # first rank 1, then the new rank 0
             model(torch.ones(2, 3)).sum().backward()
             if torch_dist.get_rank() == dies:
                 die()

@@ -1,4 +1,4 @@
-"""Calls of a program in the output of `torch.profiler`."""
+"""A program's calls in the output of `torch.profiler`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def calls(of: object) -> list[Event]:
     events = [(event.name[len("paceline:") :], tuple(map(tuple, event.input_shapes))) for event in names]
     events.remove(("barrier", ()))
     assert all(event.time_range.end > event.time_range.start for event in names)
-    if torch.__version__ >= (2, 13):  # older versions omit asynchronous events from Python
+    if torch.__version__ >= (2, 13):  # older versions omit asynchronous Python events
         assert all(event.is_async for event in names)
     return sorted(events)
 

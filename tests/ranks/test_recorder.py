@@ -150,7 +150,7 @@ paceline.all_reduce(torch.ones(10))
 """
 
 
-# The suite uses forks, because a new interpreter records in the same way but takes long to import torch.
+# The suite uses forks, because a new interpreter records in the same way but is slow to import torch.
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"])
 def test_the_last_calls_of_a_killed_rank_can_be_read(tmp_path, script, method):
     environment = {**os.environ, "PACELINE_RUNS_DIR": str(tmp_path)}

@@ -237,7 +237,7 @@ def require_cause(directory, capsys, cause: str) -> None:
 
 
 def require_told_once(told: str, sentence: str) -> None:
-    """The cause is in the last line. If a job takes long to end, the last line refers to an earlier one."""
+    """The cause is in the last line. If a job takes a long time to end, the last line refers to an earlier one."""
     assert told.count(sentence) == 1
     last = told.splitlines()[-1]
     assert sentence in last or ("the cause was explained above" in last and "(rank 1)" in last)

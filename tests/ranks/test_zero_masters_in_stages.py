@@ -51,7 +51,7 @@ def averaged_losses(steps: int, clips: bool) -> list[float]:
 
 
 def zero_losses(steps: int, stage: int, offload: Path | None, root: Path, clips: bool) -> list[float]:
-    """Runs half of the steps, saves a checkpoint, and runs the other half with another model and in another stage."""
+    """Runs half of the steps, saves a checkpoint, and runs the other half with a new model in a different stage."""
     losses = []
     model = built()
     for part, chosen in enumerate((stage, 1 + stage % 3)):

@@ -1,4 +1,4 @@
-"""Imports `bench/gpu.py` under another name, because pytest imports the folder `tests/gpu` as a module named `gpu`."""
+"""Imports `bench/gpu.py` as a module with another name, because pytest imports the folder `tests/gpu` as `gpu`."""
 
 from __future__ import annotations
 

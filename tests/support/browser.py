@@ -27,7 +27,7 @@ def installed() -> str | None:
 
 
 def _above_ten(fd: int) -> int:
-    """Duplicates a descriptor to a number above ten, which the shell does not assign to another descriptor."""
+    """Duplicates a descriptor to a number above ten, which the shell does not use for its own descriptors."""
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(fd)
     return moved

@@ -187,7 +187,7 @@ def logical_shards() -> None:
 
 
 def dropout_of_shards_draws_from_the_devices_generator() -> None:
-    """A shard has the same masks wherever it is computed, and the device's own random stream is not changed."""
+    """A shard has the same masks on any rank, and the device's own random stream is not changed."""
     device = torch.device(own_device())
     module = nn.Dropout(0.5).to(device)
     module.register_buffer("here", torch.zeros(1, device=device))

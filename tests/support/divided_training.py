@@ -138,7 +138,7 @@ def divided(layout: Layout, groups: Sequence[ProcessGroup], dtype: torch.dtype =
 
 
 def require_part(state: dict[str, Any], whole: dict[str, Any]) -> None:
-    """Requires that a rank's part of a model is bitwise equal to the same part of the whole model."""
+    """Asserts that a rank's part of a model is bitwise equal to the same part of the whole model."""
     mine, model = state["model"], whole["model"]
     expected = model.state_dict()
     rename = mine.whole.key_of if isinstance(mine, dist.Pipeline) else str
@@ -152,7 +152,7 @@ def require_part(state: dict[str, Any], whole: dict[str, Any]) -> None:
 
 
 def require_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Requires that two whole states are bitwise equal."""
+    """Asserts that two whole states are bitwise equal."""
     for name, value in expected["model"].state_dict().items():
         assert torch.equal(state["model"].state_dict()[name], value), name
     mine, theirs = (each["optimizer"].state_dict() for each in (state, expected))

@@ -42,7 +42,7 @@ def require_equal_bits(schedules: Sequence[Schedule]) -> None:
 
 
 class TermExecution:
-    """Executes the schedules of all ranks on terms, which describe how the values of blocks are computed.
+    """Executes the schedules of all ranks on terms, which describe how a block's values are computed.
 
     A term is a rank's own block, a sum of two terms, a packed or unpacked term, or a mean. Equal terms have equal bits.
     A table assigns a number to each term, given the numbers of the term's parts.

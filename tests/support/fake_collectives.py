@@ -136,8 +136,8 @@ class FakeDeviceGroup(dist.ProcessGroup):
     def _lane(self, device: torch.device, between: tuple[int, int] | None = None) -> _Lane:
         name = (device, between)
         if name not in self._lanes:
-            # The keys in the store contain the number of the lane, because ranks may use devices with different
-            # indices.
+            # Keys in the store contain the number of the lane instead of the device, because each rank may use another
+            # device.
             number = sum(each[1] == between for each in self._lanes)
             if between is None:
                 group = _gloo(dist.PrefixStore(f"all/{number}", self._store), self._rank, self._size)

@@ -1,4 +1,4 @@
-"""Correct training scripts, in which the doctor must find nothing."""
+"""Correct training scripts, in which the doctor must find no mistakes."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def state_is_stopped(pid: int) -> bool:
 
 
 def require_cause(messages: list[str], waiting: str, stopped: str, may_be_direct: bool = False) -> None:
-    """Requires that each message names the stopped rank as the cause, and `waiter` as a waiting rank.
+    """Asserts that each message names the stopped rank as the cause, and `waiter` as a waiting rank.
 
     With `may_be_direct`, a rank may also wait directly for the stopped rank, which would have forwarded the data.
     """

@@ -127,7 +127,7 @@ class Hostile:
         return changed
 
     def _other(self, argument: object) -> object:
-        """Returns another value, usually of the same type."""
+        """Returns a different value, usually of the same type."""
         if self.random.random() < 0.3:
             return self.value()
         if isinstance(argument, int):

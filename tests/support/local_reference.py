@@ -13,7 +13,7 @@ RATE = 0.05
 
 
 def build(seed: int = 0) -> nn.Sequential:
-    """Returns a small network of four parameters."""
+    """Returns a small network with four parameters."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
@@ -32,7 +32,7 @@ def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, st
 
 @dataclass
 class Reference:
-    """All ranks; `outer` are the synchronized parameters, and `models` the parameters that each rank trains."""
+    """All ranks; `outer` holds the synchronized parameters, and `models` the model that each rank trains."""
 
     ranks: int
     every: int

@@ -1,4 +1,4 @@
-"""States with every kind of value, and a check that checkpoints restore them."""
+"""States that contain every kind of value, and a check that checkpoints restore them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import paceline as dist
 
 
 class Counter:
-    """An object with a state of any kind."""
+    """An object that may have any state."""
 
     def __init__(self, state: object = None) -> None:
         self.state = state
@@ -35,7 +35,7 @@ def optimizer_of(kind: type[torch.optim.Optimizer], steps: int) -> torch.optim.O
     return made
 
 
-# A factory for each kind of object. With the argument 0, some factories return an object with another state.
+# A factory for each kind of object. With the argument 0, some factories return an object with a different state.
 OBJECTS: dict[str, Callable[[int], Any]] = {
     "loss": lambda _: nn.CrossEntropyLoss(),
     "identity": lambda _: nn.Identity(),

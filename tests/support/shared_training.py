@@ -76,13 +76,13 @@ def train(
 
 
 def require_same(model: nn.Module, reference: nn.Module) -> None:
-    """Requires bitwise equality."""
+    """Asserts bitwise equality."""
     for name, mine in model.named_parameters():
         other = reference.get_parameter(name)
         assert torch.equal(mine, other), f"{name}: {(mine - other).detach().abs().max()}"
 
 
 def require_close(model: nn.Module, reference: nn.Module) -> None:
-    """Requires equal parameters, up to rounding."""
+    """Asserts that parameters are equal up to rounding."""
     for name, mine in model.named_parameters():
         torch.testing.assert_close(mine, reference.get_parameter(name), rtol=1e-5, atol=1e-6)

@@ -47,12 +47,12 @@ def torch_group(backend: str, directory: str, timeout_s: float = 60) -> Iterator
             torch_dist.destroy_process_group()
 
 
-# Sums in another order differ in their last bits.
+# Sums computed in a different order differ in their last bits.
 TRAINING = 1e-5
 
 
 def compare(programs: Sequence[Program], directory: str, tolerance: float = TRAINING) -> dict[str, str]:
-    """Runs on a rank: returns the difference between the backends' results by program name; see `one_world`."""
+    """Runs on a rank. Returns the differences between the backends' results by program name; see `one_world`."""
     results: dict[str, dict[str, object]] = {}
     reports: dict[str, str] = {}
     os.makedirs(directory, exist_ok=True)
@@ -71,7 +71,7 @@ def compare(programs: Sequence[Program], directory: str, tolerance: float = TRAI
 
 
 def agree(programs: Sequence[Program], directory: str, tolerance: float = 0.0) -> None:
-    """Runs on a rank: requires equal results of each program with both backends, which share a default group."""
+    """Runs on a rank. Asserts that each program has equal results with both backends, which share a default group."""
     for report in compare(programs, directory, tolerance).values():
         assert not report, report
 

@@ -80,7 +80,7 @@ def _run(
     answer: Connection, place: Place, env: dict[str, str], fn: Callable[..., object], args: tuple[object, ...]
 ) -> None:
     if place.host:
-        enter(place.host)  # first, because whatever is opened later belongs to the host
+        enter(place.host)  # first, because sockets that are opened later belong to the host
     begin()
     faulthandler.enable()
     _let_the_server_end()

@@ -315,7 +315,7 @@ class Launcher:
             self.obey(self.coordinator.tick(self.realm.now_s))
 
     def resign(self) -> None:
-        """Stops coordinating without a quorum, or because another coordinator has taken over."""
+        """Stops coordinating, because there is no quorum or another coordinator has taken over."""
         coordinator = self.coordinator
         if coordinator is None or coordinator.resigns_s is None or not self.lives:
             return

@@ -91,7 +91,7 @@ class World:
             self.at(self.chance() * 0.2, None, self.site_joins, self.new_site(str(at), slots[at], 6))
 
     def some_faults(self) -> list[tuple[int, str]]:
-        """Returns faults in reverse order. They often follow each other closely."""
+        """Returns random faults in reverse order. Faults often follow one another closely."""
         random, found = self.random, []
         when = random.randint(1, 90)
         for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4))):
@@ -115,7 +115,7 @@ class World:
         heappush(self.heap, (self.now_s + most_s * self.chance(), self.count, member, call, args))
 
     def run(self) -> World:
-        """Runs the schedule to its end."""
+        """Runs the schedule to the end."""
         played, faults, heap = 0, self.faults, self.heap
         while self.over is None:
             if not heap:

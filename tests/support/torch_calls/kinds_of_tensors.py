@@ -1,4 +1,4 @@
-"""Main collectives with tensors of every kind."""
+"""The main collectives with every kind of tensor."""
 
 from __future__ import annotations
 

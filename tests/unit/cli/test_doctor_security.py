@@ -1,4 +1,4 @@
-"""The doctor finds the processes of jobs, whatever environment they were started with."""
+"""The doctor finds the processes of jobs, regardless of the environment that they were started with."""
 
 from __future__ import annotations
 

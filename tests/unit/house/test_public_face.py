@@ -62,7 +62,7 @@ def test_what_a_worker_needs_to_meet_the_others_is_little():
 
 
 def test_examples_in_docstrings_run():
-    """Only modules whose docstrings contain examples are imported."""
+    """The test imports only modules whose docstrings contain examples."""
     sources = ROOT / "src"
     files = [file.relative_to(sources) for file in sources.rglob("*.py") if ">>> " in file.read_text()]
     names = sorted(".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files)

@@ -220,7 +220,7 @@ def call_the_core(directory: str, seed: int) -> int:
         journal.note(f"{owner or '_core'}.{name}({', '.join(map(shown, arguments))})")
         try:
             made = target(name, owner, values)(*(() if keywords else arguments), **keywords)
-        except Exception as error:  # whatever the error, the process must survive
+        except Exception as error:  # regardless of the error, the process must survive
             journal.note(f"    {type(error).__name__}: {error}"[:300])
             continue
         returned += 1

@@ -1,4 +1,4 @@
-"""Lines of `paceline top` at any terminal size."""
+"""Lines that `paceline top` shows, at any terminal size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the default group; rendezvous is tested in test_check_in.py and test_rendezvous.py."""
+"""Rules for the default group; rendezvous is tested in test_check_in.py and test_rendezvous.py."""
 
 from __future__ import annotations
 

@@ -101,10 +101,10 @@ def test_a_rank_hears_who_cannot_connect_to_it():
     ranks[3].request(0, "refused")
     assert ranks[1].requesters([2, 3]) == {3: "timed out"} and ranks[1].requesters([2]) == {}
     assert ranks[0].requesters([1, 2, 3]) == {3: "refused"} and ranks[2].requesters([3]) == {}
-    assert ReverseConnectRequests(store, 4, 1).requesters([2, 3]) == {}  # requests of another group are ignored
+    assert ReverseConnectRequests(store, 4, 1).requesters([2, 3]) == {}  # requests from another group are ignored
 
 
-# A process that listens, looks up its address, and connects both by name and by address, as a rank does at startup.
+# A process that listens, looks up its address, and connects by name and by address, as a rank does at startup.
 STARTS = """
 import sys
 from paceline.comm.one_port.dialer import dial, is_reachable_from_outside, source_address

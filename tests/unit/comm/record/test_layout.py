@@ -1,4 +1,4 @@
-"""The layout of a recording, in which reader and core agree."""
+"""The layout of a recording, on which the reader and the core agree."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_memory_that_a_launcher_keeps_is_used(tmp_path):
         # A process that starts after the first one has exited reuses the same recording.
         assert run(CALLS, tmp_path, PACELINE_RECORD_FD=str(handed)).returncode == 0
         assert [call.sequence for call in read_live(fd).calls] == [1, 2, 3]
-        # If the descriptor belongs to another file, the process does not write into that file.
+        # If the descriptor now refers to a different file, the process does not write to that file.
         wrong = HandedMemory(fd, handed.inode + 1, os.getpid())
         assert run(CALLS, tmp_path, PACELINE_RECORD_FD=str(wrong)).returncode == 0
         assert len(list(tmp_path.iterdir())) == 1

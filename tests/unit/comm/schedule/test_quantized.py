@@ -114,7 +114,7 @@ def two_ranks(*steps):
 
 
 def test_an_owner_that_keeps_its_exact_sum_is_found():
-    """Each other rank has the rounded sum."""
+    """Every other rank has the rounded sum."""
     schedules = two_ranks(
         [combine(1, OWN_OUTPUT, OWN_OUTPUT, final=True), pack(SLOT, OWN_OUTPUT), send(1, SLOT)],
         [send(0, OWN_OUTPUT), receive(0, SLOT), unpack(OWN_OUTPUT, SLOT)],

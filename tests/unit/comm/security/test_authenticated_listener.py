@@ -157,7 +157,7 @@ def test_another_user_cannot_keep_the_owner_from_the_page(beginning):
 
 def test_the_owner_may_have_many_pages_open():
     with page() as port, contextlib.ExitStack() as streams:
-        for _ in range(100):  # more than the limit of connections without a token
+        for _ in range(100):  # more than the permitted number of connections without a token
             stream = streams.enter_context(connected(port))
             stream.sendall(request("/events"))
             assert stream.recv(12) == b"HTTP/1.1 200"

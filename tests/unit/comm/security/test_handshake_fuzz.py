@@ -98,7 +98,7 @@ def test_nothing_can_be_left_out_or_made_up(part: int) -> None:
         def mangle(at: int, data: bytes, kind: int = kind) -> bytes:
             if at != part:
                 return data
-            if kind == 0:  # another of the same length
+            if kind == 0:  # a different one of the same length
                 return chance.randbytes(len(data))
             if kind == 1:  # two pieces in the wrong order
                 cut = chance.randrange(1, len(data)) if len(data) > 1 else 0

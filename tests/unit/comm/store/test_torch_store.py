@@ -1,4 +1,4 @@
-"""The store's server responds to PyTorch's clients like PyTorch's own server, and resists strangers."""
+"""The store's server responds to PyTorch's clients as PyTorch's own server does, and resists strangers."""
 
 from __future__ import annotations
 

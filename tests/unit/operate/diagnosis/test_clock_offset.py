@@ -92,7 +92,7 @@ def test_recordings_of_two_hosts_are_put_on_one_clock(tmp_path, monkeypatch):
     shifts = {"first": 0, "second": 5 * SECOND_NS}
 
     def recorded(directory: Path) -> list[ProcessRecording]:
-        at_ns = 7 * SECOND_NS - shifts[directory.name]  # the same instant, by the host's own clock
+        at_ns = 7 * SECOND_NS - shifts[directory.name]  # the same point in time, by the host's own clock
         clock = Clock(directory.name, 0, (Pair(0, at_ns, 1), Pair(1000, at_ns + 1000, 1001)))
         rank = sorted(shifts).index(directory.name)
         source = str(directory / "recording.record")

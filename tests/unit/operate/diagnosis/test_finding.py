@@ -1,4 +1,4 @@
-"""Texts of a diagnosis: ranks, durations and verbs."""
+"""The wording of a diagnosis: ranks, durations and verbs."""
 
 from __future__ import annotations
 

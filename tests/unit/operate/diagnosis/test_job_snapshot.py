@@ -1,4 +1,4 @@
-"""Snapshots of a job: the texts of calls, and ranks that are idle."""
+"""Snapshots of a job: descriptions of calls, and idle ranks."""
 
 from __future__ import annotations
 

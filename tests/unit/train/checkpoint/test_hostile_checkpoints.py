@@ -63,7 +63,7 @@ def plain(loaded: dict[str, Any]) -> Any:
 
 
 def write_manifest(directory: Path, found: dict[str, Any]) -> None:
-    """Writes a manifest with a correct digest, whatever its contents."""
+    """Writes a manifest with a correct digest, even if its contents are invalid."""
     members = [f" {json.dumps(key)}: {json.dumps(each)}" for key, each in found.items() if key != "digest"]
     text = ("{\n" + ",\n".join(members)).encode()
     (directory / "manifest.json").write_bytes(text + f',\n "digest": "{digest_of(text)}"\n}}\n'.encode())
@@ -164,7 +164,7 @@ def test_manifests_that_mislead_are_refused(tmp_path: Path, which: str) -> None:
 
 
 def other_kinds(path: Path, kind: str) -> None:
-    """Replaces a file with another kind of file."""
+    """Replaces a file with one of a different kind."""
     data = path.read_bytes()
     path.unlink()
     if kind == "pipe":
@@ -346,7 +346,7 @@ def test_changed_safetensors_are_refused_or_give_each_byte_once(data: st.DataObj
 
 
 def torch_file(path: Path, change: Callable[[bytes], bytes], compression: int = zipfile.ZIP_STORED) -> dict[str, Any]:
-    """Writes a torch.save file with another pickle; returns the original one."""
+    """Writes a torch.save file with its pickle replaced; returns the original pickle."""
     held = {"w": torch.arange(4.0), "v": torch.full((5,), 7, dtype=torch.int16), "n": [1, "a"]}
     file = io.BytesIO()
     torch.save(held, file)

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models are saved in one layout and loaded in another; threads stand for ranks."""
+"""Checkpoints of sharded models are saved in one layout and loaded in another; threads represent ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Abstract values: their truth, and the results of operators."""
+"""Abstract values: their truth values, and the results of operators."""
 
 from __future__ import annotations
 

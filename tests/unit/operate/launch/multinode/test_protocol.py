@@ -115,7 +115,7 @@ def test_a_join_of_another_version_is_partly_understood():
 
 @pytest.mark.parametrize("version", [{}, {"version": "9.8.7"}])
 def test_a_join_of_another_version_is_refused_with_the_versions(version):
-    content = {"kind": "Join", "host": "h0", "pid": 5, "address": 7, **version}  # with a field of another type
+    content = {"kind": "Join", "host": "h0", "pid": 5, "address": 7, **version}  # with a field of a different type
     decoded = decode(json.dumps(content).encode())
     assert isinstance(decoded, JoinJob)
     wrong = incompatibility(decoded, is_elastic=False)

@@ -63,7 +63,7 @@ def test_a_name_is_looked_up_until_it_is_known(resolver, served):
 
 
 def test_a_name_that_leads_elsewhere_now_is_followed(resolver, served):
-    """The pod was restarted with another address; no process is listening on the previous one."""
+    """The pod was restarted with a new address; no process is listening at the previous one."""
     resolver(None, "127.0.0.2", "127.0.0.1")
     said: list[str] = []
     with connect_in_time((NAME, served), SECRET, 60, said.append) as connection:

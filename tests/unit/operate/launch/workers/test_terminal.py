@@ -1,4 +1,4 @@
-"""Progress bars: one row on a terminal, beside the lines of other ranks, and few lines elsewhere."""
+"""Progress bars: one row on a terminal, along with other ranks' lines, and few lines elsewhere."""
 
 from __future__ import annotations
 

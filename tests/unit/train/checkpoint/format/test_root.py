@@ -1,4 +1,4 @@
-"""A directory of checkpoints: saving, loading, damage reports, retention, and errors with solutions."""
+"""A directory of checkpoints: saving, loading, damage reports, retention, and errors that state a solution."""
 
 from __future__ import annotations
 

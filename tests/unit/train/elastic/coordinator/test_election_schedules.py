@@ -57,7 +57,7 @@ def test_the_schedules_notice_views_that_others_do_not_know(monkeypatch):
 
 
 def restarts(seed: int) -> Realm:
-    """Runs a schedule in which the launcher at the rendezvous address is restarted, with another fault."""
+    """Runs a schedule in which the launcher at the rendezvous address is restarted and another fault occurs."""
     when = 100 + seed % 100
     other = FAULTS[seed % len(FAULTS)]
     return Realm(seed, [(when, "restart"), (when + seed % 30, other)], rounds=60).run()
@@ -109,7 +109,7 @@ def test_storms_of_partitions_have_one_truth():
 
 
 def leaves(seed: int) -> Realm:
-    """Runs a schedule in which the coordinating launcher receives a SIGTERM, without other faults."""
+    """Runs a schedule in which the coordinating launcher receives a SIGTERM and no other fault occurs."""
     return Realm(seed, [(100 + seed % 100, "leave coordinator")], rounds=60).run()
 
 

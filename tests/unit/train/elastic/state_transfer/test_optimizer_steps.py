@@ -45,7 +45,7 @@ def passed(round_: int, before: int, digest: int, state: int = 0) -> RoundResult
 
 
 def digest_of_round(round_: int, is_lost: bool = False) -> int:
-    """Returns the digest of a round's result; the lost sender has another digest before the lost round."""
+    """Returns the digest of a round's result; the lost sender has a different digest before the lost round."""
     return 1000 * is_lost + round_
 
 
@@ -245,7 +245,7 @@ def test_gradients_that_a_learner_has_are_not_sent_again():
     other.grad = torch.frombuffer(memory, dtype=torch.float32).view_as(other)
     member.steps.note([other])
     assert member.steps.are_noted(other)
-    other.grad = torch.frombuffer(memory, dtype=torch.float32).view_as(other)  # another gradient at the same address
+    other.grad = torch.frombuffer(memory, dtype=torch.float32).view_as(other)  # a new gradient at the same address
     assert not member.steps.are_noted(other)
     member.steps.at = 7, 6
     assert not any(member.steps.are_noted(param) for param in member.module.parameters())

@@ -1,4 +1,4 @@
-"""A receiver's computations before it joins must not affect the script, whatever state the script has set."""
+"""A receiver's computations before it joins must not affect the script, regardless of the state that the script set."""
 
 from __future__ import annotations
 
