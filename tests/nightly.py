@@ -4,9 +4,9 @@
     python tests/nightly.py soak docs       these parts
     python tests/nightly.py --record ...    the results also replace older ones in docs/nightly.md
 
-A part that fails does not stop the others, but the exit code is then 1. If tools of a part are missing, they are
-reported and the part is skipped. The output of each part is written to build/nightly/PART.log. docs/nightly.md
-describes the parts.
+A part that fails does not stop the others, but the exit code is then 1. If a part requires tools that are missing, the
+tools are reported and the part is skipped. The output of each part is written to build/nightly/PART.log.
+docs/nightly.md describes the parts.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ time.sleep(300 if "stay" in sys.argv else 0)
 """
 
 
-# `paceline run` as on a machine on which cgroups cannot be created.
+# `paceline run`, as on a machine where cgroups cannot be created.
 WITHOUT_CGROUPS = """
 import sys
 from paceline.cli.main import main

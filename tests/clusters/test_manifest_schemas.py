@@ -29,13 +29,13 @@ def schema_of() -> Callable[[dict[str, Any]], Any]:
 
 
 def documents(text: str) -> list[dict[str, Any]]:
-    """Yields the documents of a manifest for which the package has a schema."""
+    """Yields the documents in a manifest for which the package has a schema."""
     yaml = pytest.importorskip("yaml")
     return [each for each in yaml.safe_load_all(text) if each["kind"] in CLASSES]
 
 
 def unknown_fields(kind: Any, value: Any, place: str) -> Iterator[str]:
-    """Yields the paths of fields in `value` that `kind`, a type of a schema, does not have."""
+    """Yields the paths of the fields in `value` that the schema type `kind` does not have."""
     if get_origin(kind) is dict or value is None:
         return
     if isinstance(value, list):

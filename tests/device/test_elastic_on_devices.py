@@ -137,7 +137,7 @@ def shards_alone() -> str:
 def test_shards_keep_their_bits_when_a_worker_dies(point):
     outcome = run(shards_loop, 2, f"{SECOND}:{point}@3=kill")
     assert only_result(outcome)[0] == shards_alone()
-    assert REPLACEMENT in outcome.results  # it has received the state of the first worker
+    assert REPLACEMENT in outcome.results  # it has received the first worker's state
 
 
 @pytest.mark.parametrize("point", ["mean.applied", pytest.param("round.computed", marks=pytest.mark.soak)])

@@ -61,7 +61,7 @@ def the_host_does_not_wait_for_operators():
 
 
 def a_stream_that_nothing_orders_gives_wrong_numbers():
-    """A synchronized stream gives correct numbers, even in reused memory, because memory is reused in stream order."""
+    """A synchronized stream gives correct numbers even in reused memory, because memory is reused in stream order."""
 
     def wrong(ordered: bool, seed: int) -> bool:
         side = torch.fake.Stream("fake:0")

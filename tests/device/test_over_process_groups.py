@@ -101,7 +101,7 @@ def unused_parameters(device: str) -> list[torch.Tensor]:
 
 def hooked(hook: str, device: str) -> list[torch.Tensor]:
     # One bucket contains the whole network, because each bucket is approximated separately, and buckets on an
-    # accelerator have other boundaries.
+    # accelerator have different boundaries.
     model = dist.DistributedDataParallel(network(device))
     if hook == "power_sgd_hook":
         state: object = hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)

@@ -25,12 +25,12 @@ SWEPT = [point for point in POINTS if point not in RARE]
 
 
 def some_kills(point: str) -> list[tuple[str, int]]:
-    """Returns the workers to kill at the first and the second arrival at the failpoint; 0.0.0 sends the state."""
+    """Returns a worker to kill at its first arrival at the failpoint, and one at its second; 0.0.0 sends the state."""
     return [("0.0.0" if point in ("state.before_sending", "state.sent") else "0.2.0", 1), ("0.1.0", 2)]
 
 
 def in_turn(points: list[str], workers: tuple[str, ...]) -> list[Any]:
-    """Returns each failpoint with each worker, or in the suite with one worker."""
+    """Returns each failpoint with each worker; in the suite, with only one worker."""
     return [
         pytest.param(point, worker, marks=[pytest.mark.soak] if at % len(workers) != number else [])
         for at, point in enumerate(points)

@@ -28,7 +28,7 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr int kMaxDevices = 8;
 constexpr int kPooledStreams = 32;  // per device, assigned round-robin, as by PyTorch for CUDA
 
-// The numbers of operations that a program has run on the device.
+// The number of operations of each kind that a program has run on the device.
 struct Counters {
     std::atomic<int64_t> kernels{0};           // operators, both asynchronous and waited for
     std::atomic<int64_t> waiting_kernels{0};   // operators for which the host waited because this device is simple
@@ -97,7 +97,7 @@ int64_t pooled_stream(int device);
 void synchronize(int device);
 
 // Makes streams sleep for up to `most_us` microseconds before jobs. The durations are random, and depend on `seed` and
-// the stream. 0 ends the delays.
+// the stream. 0 disables the delays.
 void set_delays(uint64_t seed, int64_t most_us);
 
 // Stores the error of a job that failed asynchronously. The next launch or synchronization throws it, as do all later

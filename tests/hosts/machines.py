@@ -111,7 +111,7 @@ class Machines:
         return []
 
     def notes(self, name: str) -> list[str]:
-        """Returns the lines that workers have written to a file of this name."""
+        """Returns the lines that workers have written to the file with this name."""
         with contextlib.suppress(OSError):
             return (self.directory / name).read_text().splitlines()
         return []

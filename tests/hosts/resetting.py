@@ -7,7 +7,7 @@ import ctypes
 import os
 import socket
 
-_PIDFD_GETFD = 438  # the number of the system call, on every architecture
+_PIDFD_GETFD = 438  # the system call's number on every architecture
 
 
 def reset_connections(pid: int) -> None:

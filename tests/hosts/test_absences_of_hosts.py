@@ -1,4 +1,4 @@
-"""Errors of ranks on several hosts when one of them is absent, stopped or interrupted."""
+"""Errors that ranks on several hosts raise when one of them is absent, stopped or interrupted."""
 
 from __future__ import annotations
 

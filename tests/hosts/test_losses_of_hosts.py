@@ -1,4 +1,4 @@
-"""Errors of ranks on several hosts when one of them dies, vanishes or leaves."""
+"""Errors that ranks on several hosts raise when one of them dies, vanishes or leaves."""
 
 from __future__ import annotations
 

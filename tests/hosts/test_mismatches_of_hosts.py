@@ -1,4 +1,4 @@
-"""Errors of ranks on several hosts when one of them runs a different call."""
+"""Errors that ranks on several hosts raise when one of them runs a different call."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ void a_rank_in_a_later_call_is_not_responsible_for_its_wait_there() {
     CHECK(ranks.finds({kA, 5}, {1}).blocking == Ranks{2});
 }
 
-// The program of the rank may be in any other call.
+// The rank's program may be in any other call.
 void an_asynchronous_call_excuses_a_rank_in_its_own_group_only() {
     WaitingRanks ranks(3);
     ranks.stops_answering(2);

@@ -14,7 +14,7 @@ TYPES = [torch.float32, torch.int64, torch.float64, torch.uint8]
 
 
 def some_tensors(rank: int, seed: int, types: list[torch.dtype]) -> list[torch.Tensor]:
-    """Returns tensors with the same types and shapes on every rank, and different values."""
+    """Returns tensors with the same types and shapes, but different values, on every rank."""
     choose = random.Random(seed)
     generator = torch.Generator().manual_seed(100 * rank + seed)
     shapes = [(choose.randrange(1, 40), choose.randrange(1, 300)) for _ in range(choose.randrange(1, 9))]

@@ -99,7 +99,7 @@ def run_a_block(page: str, number: int) -> None:
         names["model"] = paceline.DistributedDataParallel(names["model"])
     if text.startswith("with optimizer.full_parameters"):  # and the optimizer that the previous program created
         names["optimizer"] = paceline.SharedModelOptimizer(names["model"], torch.optim.SGD, lr=0.1)
-    text = text.replace('"/local/scratch"', repr(tempfile.gettempdir()))  # a directory of the reader's, absent here
+    text = text.replace('"/local/scratch"', repr(tempfile.gettempdir()))  # the reader's directory, absent here
     exec(compile(text, f"{page}, program {number}", "exec"), names)
 
 

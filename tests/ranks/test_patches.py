@@ -1,4 +1,4 @@
-"""`paceline run --compat torch`: an unmodified program of torch.distributed uses Paceline's engine."""
+"""`paceline run --compat torch`: an unmodified torch.distributed program uses Paceline's engine."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_the_end_of_a_worker_is_named_and_recorded(script, tmp_path, end, code, 
 
 @pytest.fixture
 def small_memory():
-    """Yields the directory of a cgroup that limits the memory of a launcher to 300 MiB."""
+    """Yields the directory of a cgroup that limits a launcher's memory to 300 MiB."""
     directory = MEMORY / f"paceline-test-{os.getpid()}"
     try:
         directory.mkdir()

@@ -200,7 +200,7 @@ def two_optimizers() -> None:
 
 
 class Choosy(nn.Module):
-    """Rank 0 skips the second layer, other ranks the third, and all of them the fourth."""
+    """Rank 0 skips the second layer, the other ranks skip the third, and all ranks skip the fourth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def buffers_come_from_rank_0() -> None:
 
 
 def uneven_inputs() -> None:
-    """Each rank has one batch more than the previous rank; a rank without a batch contributes zeros."""
+    """Each rank has one more batch than the previous rank; a rank without a batch contributes zeros."""
     for by_initial in (True, False):
         model, shared, _, _ = pair("mlp", SGD, lr=0.5)
         reference = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Connections to a rank's Unix socket on which processes of the same user send nothing do not delay the rank."""
+"""A rank is not delayed by processes of the same user that connect to its Unix socket and send nothing."""
 
 from __future__ import annotations
 

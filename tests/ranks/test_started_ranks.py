@@ -41,7 +41,7 @@ print("met", met.rank, met.world_size, flush=True)
 
 
 def of_slurm(rank: int, tasks: int, nodes: int = 1, **more: str) -> dict[str, str]:
-    """Returns the variables of a task of srun."""
+    """Returns the variables of an srun task."""
     return {
         "SLURM_JOB_ID": f"{os.getpid()}",
         "SLURM_STEP_ID": "0",
@@ -57,7 +57,7 @@ def of_slurm(rank: int, tasks: int, nodes: int = 1, **more: str) -> dict[str, st
 
 
 def of_pmi(rank: int, size: int) -> dict[str, str]:
-    """Returns the variables of a rank of MPICH's mpirun."""
+    """Returns the variables of a rank that MPICH's mpirun has started."""
     return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": str(size)}
 
 

@@ -65,7 +65,7 @@ def test_several_backwards_accumulate(ranks):
 
 
 class Choosy(nn.Module):
-    """Rank 0 skips the second layer, rank 1 the third, and all of them the fourth."""
+    """Rank 0 skips the second layer, rank 1 skips the third, and all ranks skip the fourth."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ class Operation:
 
     kind: str
     file: int = -1  # the number of the file, for "write" and "sync"
-    directory: str = ""  # the path of the directory, for operations that change or sync its names
+    directory: str = ""  # the path of the directory, for operations that change or sync its entries
     name: str = ""
     new_name: str = ""
     data: bytes = b""

@@ -70,7 +70,7 @@ def values(module: nn.Module) -> list[torch.Tensor]:
 
 
 def require_close(on_device: Result, on_cpu: Result) -> None:
-    """Compares up to rounding, because a matrix product's summation order depends on the addresses of the matrices."""
+    """Compares up to rounding errors, because the summation order in a matrix product depends on memory addresses."""
     torch.testing.assert_close(on_device, on_cpu, **_tolerance)
 
 

@@ -136,8 +136,7 @@ class FakeDeviceGroup(dist.ProcessGroup):
     def _lane(self, device: torch.device, between: tuple[int, int] | None = None) -> _Lane:
         name = (device, between)
         if name not in self._lanes:
-            # Keys in the store contain the number of the lane instead of the device, because each rank may use another
-            # device.
+            # Keys in the store contain the lane's number, not the device's, because ranks may use different devices.
             number = sum(each[1] == between for each in self._lanes)
             if between is None:
                 group = _gloo(dist.PrefixStore(f"all/{number}", self._store), self._rank, self._size)

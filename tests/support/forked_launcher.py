@@ -276,7 +276,7 @@ def _is_of_tests(path: str) -> bool:
 
 
 def _end(code: object) -> None:
-    """Exits like an interpreter, but without spending time on freeing all objects."""
+    """Exits like an interpreter, but does not spend time freeing all objects."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1

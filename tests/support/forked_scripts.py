@@ -12,7 +12,7 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 def run_script(path: str, *arguments: str, alone: bool = False) -> str:
-    """Runs a script in a rank of `ranks(n)` or a worker of `elastic_job`; returns its output.
+    """Runs a script on a rank of `ranks(n)` or in a worker of `elastic_job`; returns its output.
 
     Args:
         path: The path of the script.

@@ -1,6 +1,7 @@
 """Collapses the memory of this process into huge pages, in the fork server, which imports this module last.
 
-A fork then copies a page table of a few hundred entries instead of 60,000. This copy takes most of the time of a fork.
+A fork then copies a page table of a few hundred entries instead of 60,000. This copy accounts for most of the time that
+a fork takes.
 """
 
 from __future__ import annotations

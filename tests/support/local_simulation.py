@@ -58,9 +58,9 @@ class Simulation:
         self.ranks = [Rank(ExchangeScheduler(rhythm), each) for each in step_s]
         self.roll = ArrivalTracker(len(step_s), grace_s)
         self.held: list[Participants] = []
-        self.first_s: dict[int, float] = {}  # when rank 0 received the first arrival at each exchange
+        self.first_s: dict[int, float] = {}  # when rank 0 was notified of the first arrival at each exchange
         self.decided_s: list[float] = []
-        self.free_s = 0.0  # when the thread of rank 0 completed each exchange
+        self.free_s = 0.0  # when rank 0's thread completed each exchange
         self.now_s = 0.0
         self._latency_s, self._exchange_s = latency_s, exchange_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []

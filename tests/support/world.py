@@ -22,8 +22,8 @@ from hosts.namespaces import Host, enter
 
 from paceline.linux import die_with_parent
 
-_CONSEQUENCES_S = 0.05  # after a failure, to receive earlier failures of other ranks
-_LEAVING_S = 0.5  # for ranks that have returned results to exit by themselves
+_CONSEQUENCES_S = 0.05  # time after a failure to receive other ranks' earlier failures
+_LEAVING_S = 0.5  # time for ranks that have returned results to exit on their own
 
 
 class RankFailed(AssertionError):
@@ -59,7 +59,7 @@ _held: list[socket.socket] = []
 
 
 def reserved_port() -> int:
-    """Returns a port of 127.0.0.1 that the system does not assign to other sockets until the last world is closed.
+    """Returns a port on 127.0.0.1 that the system does not assign to other sockets until the last world is closed.
 
     A socket that does not listen is bound to the port. Linux still lets a server with SO_REUSEADDR, such as Paceline's,
     listen on the port, but does not choose the port for other sockets or connections.

@@ -202,7 +202,7 @@ class Member:
 
     @property
     def ready(self) -> int:
-        """The largest number of a received view or transfer on which the member can act immediately."""
+        """The largest number among received views and transfers on which the member can act immediately."""
         return self.group.view.generation if self.coming and self.group is not None else self.heard
 
     def enter(self, view: View) -> None:

@@ -260,7 +260,7 @@ def test_lists_read_alike_for_the_site_and_the_repository():
 
 
 def test_code_is_found():
-    """The other tests would pass if no code was found."""
+    """The other tests would pass if no code were found."""
     assert sum(len(blocks(page, "python")) for page in PAGES) > 50
     calls = [call for page in PAGES for _, words in commands(page) if (call := call_of_paceline(words))]
     assert len(calls) > 40 and ["doctor"] in calls

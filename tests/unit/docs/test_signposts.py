@@ -19,7 +19,7 @@ FILE = re.compile(rf"(?<![\w./~:*-])[\w./-]*[\w-]\.(?:{SUFFIXES})(?![\w/(-])")
 PATH = re.compile(rf"(?<![\w./:-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w(?![\w*{{(-])")
 COMMENT_WITH_FILE = re.compile(rf"#.*(?:\.(?:{SUFFIXES})|(?:{'|'.join(FOLDERS)})/)")
 
-# Files of users that are not in this repository.
+# Users' files, which are not in this repository.
 USERS_FILES = {
     "train.py": "the script of a user in examples of commands",
     "script.py": "likewise",

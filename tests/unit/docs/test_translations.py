@@ -49,7 +49,7 @@ def advice(name: str, what: str) -> str:
 
 
 def headings(page: Path) -> list[str]:
-    """Returns the marks of a page's headings, such as `##` for a heading of the second level."""
+    """Returns the marks of a page's headings, such as `##` for a second-level heading."""
     return re.findall(r"^(#+) ", prose(page), re.MULTILINE)
 
 
@@ -64,7 +64,7 @@ def rows(page: Path) -> int:
 
 
 def parts(page: Path) -> list[Part]:
-    """Returns the parts of a page in order, without blocks of figures and the link to the original page."""
+    """Returns the parts of a page in order, without blocks of figures or the link to the original page."""
     lines = prose(page).split("\n")
     for block in blocks(page):
         lines[block.line - 2] = "```"
@@ -116,7 +116,7 @@ def described(part: Part | None) -> str:
 
 
 def code(page: Path) -> list[Block]:
-    """Returns all code of a page, fenced and indented, in order. Further text of a list item is not code."""
+    """Returns all code on a page, fenced and indented, in order. Further text in a list item is not code."""
     lines = prose(page).split("\n")
     found = blocks(page)
     for block in indented(page):

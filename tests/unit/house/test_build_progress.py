@@ -1,4 +1,4 @@
-"""An installation from the sources reports large downloads and compilation progress, and all output if it fails."""
+"""An installation from source reports large downloads and compilation progress, and all output if it fails."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def statements(node: ast.AST, with_types: bool) -> Iterator[ast.AST]:
 
 
 def imports_of(file: Path, with_types: bool = False) -> set[str]:
-    """Returns the modules of the package that a file imports, at its beginning or later."""
+    """Returns the modules in the package that a file imports, at the top or later."""
     found = set()
     for node in statements(ast.parse(file.read_text()), with_types):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Codes that the channels of engines share: dtypes, reductions and formats."""
+"""Codes that the engines' channels share: dtypes, reductions and formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats of data between hosts, and residuals: rounding errors that are added to the data of the next call."""
+"""Formats for data sent between hosts, and residuals: rounding errors that are added to the next call's data."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from paceline.comm.rendezvous import environment
 
 
 def of_slurm(rank: int, tasks: int, nodes: int = 1, **more: str) -> dict[str, str]:
-    """Returns the variables of a task of srun."""
+    """Returns the variables of an srun task."""
     return {
         "SLURM_JOB_ID": f"{os.getpid()}",
         "SLURM_STEP_ID": "0",

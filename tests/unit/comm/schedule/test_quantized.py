@@ -55,7 +55,7 @@ def test_equal_hosts_end_right_and_with_equal_bits(operation):
 
 @st.composite
 def topologies(draw, most=24):
-    """Generates ranks in any order on hosts of any sizes."""
+    """Generates ranks in any order on hosts of any size."""
     ranks = draw(st.permutations(range(draw(st.integers(1, most)))))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(ranks) - 1)), max_size=6)))
     hosts = [ranks[first:last] for first, last in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]

@@ -24,7 +24,7 @@ PAIRS = [(algorithm, operation) for algorithm in ALGORITHMS for operation in ALG
 
 SMALL, LARGE = range(1, 41), range(41, 131)
 
-# The suite uses the sizes around powers of two, a prime, the smallest, the largest and one in between.
+# The suite uses the sizes next to powers of two, a prime, the smallest, the largest, and one in between.
 SOME_LARGE = [41, 63, 64, 65, 80, 113, 127, 128, 129, 130]
 
 ALL_LARGE = pytest.param(LARGE, marks=[pytest.mark.soak, pytest.mark.timeout(1800)], id="all")
@@ -125,7 +125,7 @@ def test_larger_worlds_end_right(algorithm, operation):
 
 @st.composite
 def topologies(draw, most=48):
-    """Generates ranks in any order on hosts of any sizes."""
+    """Generates ranks in any order on hosts of any size."""
     ranks = draw(st.permutations(range(draw(st.integers(1, most)))))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(ranks) - 1)), max_size=8)))
     hosts = [ranks[first:last] for first, last in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]

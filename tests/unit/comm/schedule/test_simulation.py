@@ -1,4 +1,4 @@
-"""Simulated call times equal manual calculations, respect lower bounds, and do not depend on folding."""
+"""Simulated call times equal manually calculated times, respect lower bounds, and do not depend on folding."""
 
 from __future__ import annotations
 

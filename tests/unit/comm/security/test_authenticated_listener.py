@@ -111,7 +111,7 @@ def test_the_kernel_tells_whose_a_connection_is():
 
 
 def request(path: str) -> bytes:
-    """Returns a request by the page's own user."""
+    """Returns a request from the page's own user."""
     return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
 
 

@@ -162,7 +162,7 @@ def test_the_proof_is_required_inside_tls_too(door):
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Waits until the other end has closed the connection, in any way."""
+    """Waits until the other end has closed or reset the connection."""
     try:
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(4096):

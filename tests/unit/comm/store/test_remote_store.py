@@ -1,4 +1,4 @@
-"""The last will of a connection to a store."""
+"""The last will of a connection to a store: the key that is set when the connection ends."""
 
 from __future__ import annotations
 

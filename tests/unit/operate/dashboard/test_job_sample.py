@@ -1,4 +1,4 @@
-"""Samples of a job: the times of a step."""
+"""Samples of a job: the timing of a step."""
 
 from __future__ import annotations
 

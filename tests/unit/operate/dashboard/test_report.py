@@ -96,7 +96,7 @@ for _ in range(4):
 
 
 def recorded_elsewhere(data: bytes, rank: int, host: str, boot: bytes, behind_ns: int) -> bytes:
-    """Returns another rank's recording of the same points in time, on a host whose clock is behind."""
+    """Returns another rank's recording with the same times, from a host whose clock is behind."""
     changed = bytearray(data)
     struct.pack_into("<i", changed, 68, rank)
     changed[layout.HOST_AT : layout.HOST_AT + 8] = host.encode().ljust(8, b"\0")

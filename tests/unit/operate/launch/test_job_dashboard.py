@@ -1,4 +1,4 @@
-"""Ranks of other machines on the live page: the messages of their launchers, and their timing."""
+"""Ranks on other machines, as shown on the live page: their launchers' messages, and the timing of messages."""
 
 from __future__ import annotations
 

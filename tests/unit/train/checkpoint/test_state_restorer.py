@@ -81,7 +81,7 @@ def test_what_does_not_fit_in_a_foreign_file_is_named(tmp_path: Path, into: Any)
 
 
 class Tower(nn.Module):
-    """A model with a buffer, extra state, and an attribute that has the name that torch.compile uses."""
+    """A model with a buffer, extra state, and an attribute with a name that torch.compile uses."""
 
     def __init__(self, *, inner: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Replacements run at a lower priority until they receive the state or train."""
+"""Replacements run at a lower priority until they receive the state or start to train."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused(arguments, text):
 
 
 class Weighted:
-    """Represents a layer with a given number of parameters."""
+    """Represents a layer that has a given number of parameters."""
 
     def __init__(self, weight: int) -> None:
         self.weight = weight

@@ -1,4 +1,4 @@
-"""Schedules over plain messages: every algorithm and operation, on threads that represent ranks."""
+"""Schedules that use plain messages: every algorithm and operation, on threads that represent ranks."""
 
 from __future__ import annotations
 

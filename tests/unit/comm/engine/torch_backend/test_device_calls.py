@@ -1,4 +1,4 @@
-"""Calls on a stream of one rank, whose progress the test controls, and the thread that monitors them."""
+"""Calls on one rank's stream, whose progress the test controls, and the thread that monitors the calls."""
 
 from __future__ import annotations
 

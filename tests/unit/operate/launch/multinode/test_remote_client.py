@@ -47,7 +47,7 @@ def resolver(monkeypatch) -> Callable[..., Resolver]:
 
 @pytest.fixture
 def served(monkeypatch) -> Iterator[int]:
-    """Opens a port on loopback that accepts clients like the rendezvous server."""
+    """Opens a port on loopback that accepts clients as the rendezvous server does."""
     monkeypatch.setattr(remote_client, "connect", lambda address, *_: socket.create_connection(address, 20))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]

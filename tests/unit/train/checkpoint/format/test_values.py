@@ -1,4 +1,4 @@
-"""Values of a state as JSON in a manifest."""
+"""A state's values, stored as JSON in a manifest."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def handed(orders: list[CoordinatorOrder]) -> list[tuple[str, int]]:
 
 
 def retiring() -> tuple[Coordinator, View]:
-    """Returns a job whose coordinating launcher received a SIGTERM. All workers have a view without its worker."""
+    """Returns a job whose coordinating launcher received a SIGTERM; all workers have a view without its worker."""
     coordinator, _ = running()
     coordinator.slots_changed("0", 0, 1.0)
     coordinator.machine_leaves("0", 1.0)
