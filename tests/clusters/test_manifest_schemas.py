@@ -1,6 +1,6 @@
 """Validates the manifests that `paceline launch-script` prints against the published schemas.
 
-The package kubeflow-trainer-api holds the schemas of Kubernetes, JobSet and Kubeflow Trainer as classes of pydantic.
+The package kubeflow-trainer-api contains the schemas of Kubernetes, JobSet and Kubeflow Trainer as pydantic classes.
 """
 
 from __future__ import annotations

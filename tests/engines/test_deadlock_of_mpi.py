@@ -1,4 +1,4 @@
-"""A deadlock of groups with the engine "mpi", which runs without a launcher: the ranks' errors and their recordings."""
+"""A deadlock between groups that use the engine "mpi" without a launcher: the ranks' errors and their recordings."""
 
 from __future__ import annotations
 

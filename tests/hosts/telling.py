@@ -1,4 +1,4 @@
-"""Failing calls of ranks on hosts, and the errors that they raise."""
+"""Calls that fail on ranks of several hosts, and the errors that they raise."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import paceline as dist
 
 
 class Growing(nn.Module):
-    """A layer whose output size depends on the number of its calls."""
+    """A layer whose output size depends on how often it has been called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training with logical shards is bitwise equal on any number of ranks."""
+"""Training with logical shards gives bitwise equal results on any number of ranks."""
 
 from __future__ import annotations
 

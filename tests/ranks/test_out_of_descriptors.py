@@ -1,4 +1,4 @@
-"""A rank runs out of file descriptors while a group forms or in a call: all ranks raise an error that says so."""
+"""If a rank runs out of file descriptors while a group forms or in a call, all ranks raise an error that says so."""
 
 from __future__ import annotations
 

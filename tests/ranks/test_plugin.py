@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed over the backend "paceline", compared with gloo on the same inputs."""
+"""Every torch.distributed collective over the backend "paceline", compared with gloo on the same inputs."""
 
 from __future__ import annotations
 

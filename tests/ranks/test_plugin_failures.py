@@ -1,4 +1,4 @@
-"""Errors in programs of torch.distributed when ranks die, disagree or are absent, and cleanup after a group."""
+"""Errors in torch.distributed programs when ranks die, disagree or are absent, and cleanup after a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of a single element whose stride is not 1: torch counts them as contiguous, but cannot view them as bytes."""
+"""Single-element tensors whose stride is not 1: torch treats them as contiguous, but cannot view them as bytes."""
 
 from __future__ import annotations
 

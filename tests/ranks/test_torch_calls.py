@@ -1,4 +1,4 @@
-"""Every call of torch.distributed in all valid forms, with gloo and with Paceline, on the same ranks."""
+"""Every torch.distributed call in all valid forms, with gloo and with Paceline, on the same ranks."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def after_a_diff(block: Block) -> str:
 
 
 def meaning(block: Block) -> list[str]:
-    """Returns the syntax trees of a Python block without comments and string contents, for comparisons."""
+    """Returns the syntax trees of a Python block without comments or string contents, for comparisons."""
     dumps = []
     for piece in python_of(block):
         tree = ast.parse(piece)
@@ -118,7 +118,7 @@ def _simple_commands(line: str) -> Iterator[list[str]]:
 
 
 def call_of_paceline(words: list[str]) -> list[str] | None:
-    """Returns the arguments of `paceline`, even after variables or another launcher; None if it is not called."""
+    """Returns the arguments of `paceline`, skipping variables and other launchers; None if it is not called."""
     words = [*words]
     while words and re.match(r"^[A-Z_]+=", words[0]):
         words.pop(0)

@@ -42,7 +42,7 @@ def command(*arguments: str) -> list[str]:
 def run(
     *arguments: str, timeout_s: float = 110, env: dict[str, str] | None = None, cwd: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the launcher and waits for its exit. On a timeout it is killed, which also ends its child processes."""
+    """Runs the launcher and waits for its exit. On a timeout, kills it, which also ends its child processes."""
     environment = {**(ENVIRONMENT if env is None else env), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     return subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=cwd

@@ -17,7 +17,7 @@ from pathlib import Path
 
 PREFIX = "paceline-session-"
 
-_VARIABLE = "PACELINE_TESTS_DIRECTORY"  # set in the processes that a test run starts, which share its directory
+_VARIABLE = "PACELINE_TESTS_DIRECTORY"  # set in all processes that a test run starts; they share its directory
 _WORKER = "PYTEST_XDIST_WORKER"
 
 

@@ -37,7 +37,7 @@ class Worker:
         self.batches: Iterator[object] = iter(self.loader)
 
     def step(self, seat: RankSlot) -> list[int] | None:
-        """Returns the samples of the next batch that are used, or None at the end of the epoch."""
+        """Returns the samples in the next batch that are used, or None at the end of the epoch."""
         self.dealer.seat = seat
         batch = next(self.batches, None)
         return None if batch is None else batch.tolist() if self.dealer.counts else []

@@ -16,7 +16,7 @@ Contents = dict[str, Any]
 
 
 class Net(nn.Module):
-    """A network with layers that ZeRO splits (one of them not in row-major order), buffers, and two types."""
+    """A network with buffers, two types, and layers that ZeRO splits, one of which is not in row-major order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ class Plain(IterableDataset):
 
 
 class SplitsItself(Plain):
-    """Gives each loader worker a part, as Hugging Face's streams do."""
+    """Gives each loader worker a part of the stream, as Hugging Face's streams do."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()

@@ -1,4 +1,4 @@
-"""Helpers around Linux system calls: the default action of Ctrl-C and its exceptions, and the fields of a process."""
+"""Helpers for Linux system calls: the default action of Ctrl-C and its exceptions, and the fields of a process."""
 
 from __future__ import annotations
 

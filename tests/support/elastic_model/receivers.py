@@ -82,7 +82,7 @@ class Learner:
         return found
 
     def received(self, transfer: int) -> None:
-        """Called when the state has been received. Without a remaining sender, the member is ready again."""
+        """The learner has received the state. If no sender is left, it waits for another transfer."""
         member = self.member
         if member.state != "learning" or transfer != self.transfer:
             return

@@ -9,7 +9,7 @@ import sys
 from paceline.cli.doctor.security import check_security
 from paceline.operate.launch.workers.cleanup import MARK
 
-# A launcher or a rank that is a fork of a process without the mark, and a process that sets the mark too late.
+# A launcher or rank that was forked from a process without the mark, and a process that sets the mark too late.
 FORKED = """
 import os, socket, sys
 from paceline import _core

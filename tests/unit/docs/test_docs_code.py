@@ -245,7 +245,7 @@ def test_a_lesson_is_a_whole_program():
 
 
 def test_lists_read_alike_for_the_site_and_the_repository():
-    """MkDocs requires an empty line before a list, and four spaces before a further paragraph of an item."""
+    """MkDocs requires an empty line before a list, and four spaces before further paragraphs of an item."""
     wrong = []
     for name in NAMED:
         before = ""

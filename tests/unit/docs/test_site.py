@@ -1,4 +1,4 @@
-"""Links of the repository are converted to links of the site, and the reference has every public name."""
+"""Links within the repository are converted to links within the site, and the reference has every public name."""
 
 from __future__ import annotations
 

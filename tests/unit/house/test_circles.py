@@ -1,4 +1,4 @@
-"""Modules and folders of the package do not import each other in circles."""
+"""Modules and folders in the package do not import each other in circles."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def imports_of(file: Path, with_types: bool = False) -> set[str]:
 
 @cache
 def graph_of(with_types: bool) -> dict[str, set[str]]:
-    """Returns the imports of each module. `paceline` itself imports on first use, and is omitted."""
+    """Returns the imports of each module except `paceline` itself, which imports modules on first use."""
     return {name: imports_of(file, with_types) for name, file in FILES.items() if name != "paceline"}
 
 

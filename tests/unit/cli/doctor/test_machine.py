@@ -1,4 +1,4 @@
-"""Findings of the doctor about a machine, and about the path between two machines."""
+"""The doctor's findings about a machine, and about the path between two machines."""
 
 from __future__ import annotations
 

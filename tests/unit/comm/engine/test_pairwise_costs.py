@@ -27,7 +27,7 @@ def test_each_pair_meets_once_and_nobody_twice_in_a_round(n):
 
 
 def measured(n, nodes=None, pairs=None, racks=(), uplink=float("inf"), noise=0.0, seed=0):
-    """Returns the measurements of a tournament in which pairs across racks share uplinks."""
+    """Returns the measurements from a tournament in which pairs across racks share uplinks."""
     random, found = Random(seed), {}
     rack_of = {host: number for number, rack in enumerate(racks) for host in rack}
     for concurrent in round_robin_rounds(n):

@@ -1,4 +1,4 @@
-"""Rank, world size and address from the variables of a scheduler."""
+"""Rank, world size and address from a scheduler's variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline migrate` on Python files: texts before and after, remaining work, and the score."""
+"""`paceline migrate` on Python files: the code before and after, remaining work, and the score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of the calls of several ranks: predictions, and steps with too few or too many calls."""
+"""Comparison of several ranks' calls: predictions, and steps with too few or too many calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine's log of the messages and failures of its workers."""
+"""A machine's log of its workers' messages and failures."""
 
 from __future__ import annotations
 
