@@ -221,8 +221,8 @@ max_memory_allocated = memory_reserved = memory_allocated
 def counters() -> dict[str, int]:
     """Returns the number of operations of each kind since the process started.
 
-    The kinds are kernels, copies, synchronizations (in which a GPU's host would also wait), allocations, events, and
-    `waiting_kernels`, for which the host waits only because this device is simple.
+    The kinds are kernels, copies, synchronizations (where the host would also wait on a GPU), allocations, events, and
+    `waiting_kernels`: kernels that run asynchronously on a GPU but for which this device makes the host wait.
     """
     return dict(ops.counters())
 

@@ -25,7 +25,7 @@ MEET = 'rendezvous = __import__("paceline.comm.rendezvous.rendezvous", fromlist=
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., str]:
-    """Writes a text to a file in a new directory and returns the path."""
+    """Writes `text` to a file in a new directory and returns the path."""
 
     def write(text: str, name: str = "script.py") -> str:
         path = tmp_path / name

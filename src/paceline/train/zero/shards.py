@@ -318,7 +318,7 @@ class Shards:
 
 
 def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGroup) -> None:
-    """Broadcasts all contiguous tensors on a device in one call, and every other tensor in a separate call."""
+    """Broadcasts all contiguous tensors on a device in one call, and each remaining tensor in its own call."""
     for plain in by_device([tensor for tensor in tensors if is_plain(tensor)]):
         group.broadcast(byte_views(plain), owner)
     for tensor in tensors:

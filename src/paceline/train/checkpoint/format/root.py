@@ -377,7 +377,7 @@ def remove(storage: Storage, name: str) -> None:
 def remove_left_overs(storage: Storage) -> None:
     """Removes files left behind by interrupted saves and removals, unless a live process is writing them."""
     for name in storage.names():
-        # In storage without renames, an unfinished checkpoint has its final name but no manifest.
+        # On storage that cannot rename files, an unfinished checkpoint has its final name but no manifest.
         lacks_manifest = not storage.renames and is_name(name) and storage.size(f"{name}/{FILE}") is None
         is_unfinished = (name.startswith(WRITING) or lacks_manifest) and not storage.is_held(name)
         if is_unfinished or name.startswith(REMOVING):

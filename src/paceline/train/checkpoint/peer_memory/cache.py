@@ -262,7 +262,7 @@ class Session:
         connection: the connection to the worker.
         cache: the cache that the requests access.
         identity: the identity of the cache.
-        listen: a function that returns the address of the cache for other hosts.
+        listen: a function that returns the address at which other hosts can reach the cache.
     """
 
     def __init__(

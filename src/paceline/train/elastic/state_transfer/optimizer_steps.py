@@ -204,7 +204,7 @@ def _closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
 def _describe(
     name: str, optimizer: torch.optim.Optimizer, at: tuple[int, int], closure: object
 ) -> tuple[OptimizerStep, list[memoryview]]:
-    """Returns the log item for a step and the memory of its tensors, which are not copied."""
+    """Returns the log item for a step, and views of the memory of the step's tensors."""
     if closure is not None:
         return OptimizerStep(*at, name, obstacle=_CLOSURE), []
     if getattr(optimizer, "grad_scale", None) is not None:

@@ -182,7 +182,7 @@ class ElasticAverager:
         self._before: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None  # saved gradients and buffers
 
     def average_by(self, rounds: Rounds, name: str) -> None:
-        """Averages over the members of each view from now on.
+        """Sets the averager to average over the members of each view, starting with the next call.
 
         Args:
             rounds: The rounds in which the members compute the means.
