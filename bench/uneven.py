@@ -3,13 +3,13 @@
     python bench/uneven.py [--cases slow-host slow-pair two-racks] [--sizes BYTES] [--fast RATE] [--slow RATE]
     python bench/uneven.py --measured
 
-The four hosts, which run one rank each, are network namespaces on this machine. All links have the fast rate except, depending on
-the case, one host's link, the link between two hosts, or the uplink of each rack of two hosts. PACELINE_NETWORK
-describes the rates; with `--measured`, Paceline measures them during rendezvous instead. Paceline chooses the algorithm
-accordingly. Each fixed algorithm is forced in a separate group. All groups alternate in the same processes, with one
-thread per rank. Each turn ends with a barrier, so it lasts until all ranks have the sum. "of optimum" is the shortest
-time that any schedule can achieve (derived in docs/uneven-networks.md), divided by the median; with frames of 1500
-bytes, 95.6% of a link's rate is available for payload.
+The four hosts, which run one rank each, are network namespaces on this machine. All links have the fast rate except,
+depending on the case, one host's link, the link between two hosts, or the uplink of each rack of two hosts.
+PACELINE_NETWORK describes the rates; with `--measured`, Paceline measures them during rendezvous instead. Paceline
+chooses the algorithm accordingly. Each fixed algorithm is forced in a separate group. All groups alternate in the same
+processes, with one thread per rank. Each turn ends with a barrier, so it lasts until all ranks have the sum. "of
+optimum" is the shortest time that any schedule can achieve (derived in docs/uneven-networks.md), divided by the median;
+with frames of 1500 bytes, 95.6% of a link's rate is available for payload.
 """
 
 from __future__ import annotations

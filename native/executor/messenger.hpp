@@ -93,8 +93,8 @@ class Messenger final : public WaitRegistry::QueryTransport {
     Messenger(const Messenger&) = delete;
     Messenger& operator=(const Messenger&) = delete;
     ~Messenger() override { close(); }
-    // Fails open requests, sends a goodbye to every peer, finishes all lanes, and waits briefly for the goodbyes to be
-    // delivered. Idempotent.
+    // Completes all pending requests with an error, sends a goodbye to every peer, shuts down all lanes, and waits
+    // briefly for the goodbyes to be delivered. Idempotent.
     void close();
 
     std::shared_ptr<Request> send(int peer, std::int32_t tag, DType dtype, const ByteStream& tensor,

@@ -1,4 +1,5 @@
-// The NUMA node and cache on which a process runs. Ranks in the same domain access each other's memory faster.
+// The NUMA node on which a process runs, and the cache that it uses. Ranks in the same domain access each other's
+// memory faster.
 #pragma once
 
 #include <cstddef>

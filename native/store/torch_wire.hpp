@@ -1,4 +1,4 @@
-// The wire protocol of PyTorch's TCPStore, with which its clients can use the store's server. Uses no sockets.
+// The wire protocol of PyTorch's TCPStore, so that its clients can connect to Paceline's server. Uses no sockets.
 //
 //   u8 query | u64 count, if the query has several keys | (u64 length | bytes) for each key or value | number
 //
@@ -52,7 +52,7 @@ class TorchReader {
     TorchQuery query() const { return query_; }
     Message& request() { return request_; }
 
-    // Returns the number of bytes of an incomplete query that are stored here, in addition to the caller's copy.
+    // Returns how many bytes of an incomplete query this object stores. The caller's own copy is not counted.
     std::size_t nbytes() const { return at_; }
 
   private:

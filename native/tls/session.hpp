@@ -40,9 +40,9 @@ class Session {
     HandshakeResult handshake();
     const std::string& reason() const { return reason_; }
 
-    // These functions return -1 with EAGAIN if the other end must act first, like send(2) and recv(2) on a non-blocking
-    // socket. A write that returned EAGAIN must be repeated with the same bytes, possibly at a different address and
-    // with more bytes after them. At most one record of 16 KiB is written or read.
+    // Like send(2) and recv(2) on a non-blocking socket, these functions return -1 with EAGAIN if they cannot proceed
+    // until the peer sends or receives data. A write that returned EAGAIN must be repeated with the same bytes,
+    // possibly at a different address and with more bytes after them. At most one record of 16 KiB is written or read.
     ssize_t send(const void* data, std::size_t nbytes);
     ssize_t recv(void* data, std::size_t nbytes);
 

@@ -118,8 +118,8 @@ def die_at(point: str, count: int, victim: int, root: Path, asynchronous: bool) 
     return reported
 
 
-# tests/chaos/test_checkpoint_kills.py kills each rank in each of its file operations. These cases test how the other rank
-# detects the death.
+# tests/chaos/test_checkpoint_kills.py kills each rank in each of its file operations. These cases test how the
+# other rank detects the death.
 DEATHS = [("create", 1, False), ("sync", 1, True), ("write", 0, True), ("rename", 0, False), ("remove", 0, True)]
 
 

@@ -1,4 +1,5 @@
-"""ZeroRedundancyOptimizer in unusual cases: the result is correct, or an error explains why not."""
+"""ZeroRedundancyOptimizer in unusual cases: it returns the correct result or raises an error that explains
+why it cannot."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Learner:
                 self.follow()
 
     def come_in(self) -> None:
-        """Enters the other members' view when this worker has received the view; skips views that have failed."""
+        """Joins the view of the other members once this worker has received it; skips views that have failed."""
         member = self.member
         latest = member.latest
         if member.state != "called" or latest is None or latest.generation < self.view:
