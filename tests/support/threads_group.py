@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from paceline.comm.engine.channel import ReduceOp
+from paceline.comm.engine.failures import RankIdentity
+from paceline.comm.group.call_plan import RankMap
 from paceline.comm.group.process_group import ProcessGroup
 
 _TIMEOUT_S = 60.0
@@ -31,16 +34,10 @@ class ThreadGroup(ProcessGroup):
     """One rank's side of a group, with the calls that saving, loading and wrapping use."""
 
     def __init__(self, exchange: _Exchange, rank: int, ranks: Sequence[int]) -> None:
-        self._shared, self._number, self._numbers = exchange, rank, tuple(ranks)
-
-    me = property(lambda self: SimpleNamespace(rank=self._numbers[self._number]))  # type: ignore[assignment]
-    ranks = property(lambda self: self._numbers)  # type: ignore[assignment]
-
-    def rank(self) -> int:
-        return self._number
-
-    def size(self) -> int:
-        return len(self._numbers)
+        self._shared, self._rank = exchange, rank
+        members = [RankIdentity(number, "localhost", os.getpid()) for number in ranks]
+        self.rank_map = RankMap(members, rank, f"ThreadGroup({list(ranks)}, rank {rank})")
+        self.ranks = self.rank_map.ranks
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:  # type: ignore[override]
         return self._exchange(data)
@@ -48,7 +45,7 @@ class ThreadGroup(ProcessGroup):
     def broadcast(self, tensors: Any, root: int = 0, **_: object) -> None:  # type: ignore[override]
         listed = _listed(tensors)
         for mine, theirs in zip(listed, self._exchange(listed)[root], strict=True):
-            if self._number != root:
+            if self._rank != root:
                 with torch.no_grad():
                     mine.copy_(theirs)
         self._shared.barrier.wait()
@@ -61,17 +58,17 @@ class ThreadGroup(ProcessGroup):
             tensor.copy_(together.amax(0) if op == ReduceOp.MAX else together.sum(0))
 
     def send(self, tensors: Any, dst: int, tag: int = 0, async_op: bool = False) -> Any:  # type: ignore[override]
-        self._shared.mail[self._number, dst].put([each.clone() for each in _listed(tensors)])
+        self._shared.mail[self._rank, dst].put([each.clone() for each in _listed(tensors)])
         return SimpleNamespace(wait=lambda: None)
 
     def recv(self, tensors: Any, src: int, tag: int = 0, async_op: bool = False) -> None:  # type: ignore[override]
         for mine, theirs in zip(
-            _listed(tensors), self._shared.mail[src, self._number].get(timeout=_TIMEOUT_S), strict=True
+            _listed(tensors), self._shared.mail[src, self._rank].get(timeout=_TIMEOUT_S), strict=True
         ):
             mine.copy_(theirs)
 
     def _exchange(self, mine: Any) -> list[Any]:
-        self._shared.brought[self._number] = mine
+        self._shared.brought[self._rank] = mine
         self._shared.barrier.wait()
         everyone = list(self._shared.brought)
         self._shared.barrier.wait()

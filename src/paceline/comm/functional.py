@@ -31,7 +31,6 @@ import torch
 from torch.autograd import Function
 
 from paceline.comm.engine.channel import DTYPE_CODES, DTYPES, PremulSum, ReduceOp, Reduction
-from paceline.comm.group.call_plan import root_rank
 from paceline.comm.group.collectives import collectives
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager, eager_methods
@@ -97,7 +96,7 @@ def reduce(tensor: torch.Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: 
         TypeError: `op` is not defined for the tensor's type.
     """
     members = _members(group, "reduce")
-    root = root_rank(members, dst, None, "reduce", "dst")
+    root = members.rank_map.root_rank(dst, None, "reduce", "dst")
     tensor, op = _unscaled(tensor, op, "reduce")
     if _is_by_one_call(tensor, op):
         return applied(Reduce, members, root, op, tensor)
@@ -160,7 +159,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tens
     The result requires a gradient on all ranks if rank `src`'s tensor does.
     """
     members = _members(group, "broadcast")
-    root = root_rank(members, src, None, "broadcast", "src")
+    root = members.rank_map.root_rank(src, None, "broadcast", "src")
     if torch.is_grad_enabled() and _is_differentiable(tensor):
         tensor = following(tensor, announce_gradient(tensor.requires_grad, members, root))
     return applied(Broadcast, members, root, tensor)
@@ -173,7 +172,7 @@ def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[tor
     The gradient of a rank's tensor is the gradient of its copy on rank `dst`; the gradients of the zeros are ignored.
     """
     members = _members(group, "gather")
-    return applied(Gather, members, root_rank(members, dst, None, "gather", "dst"), tensor).unbind(0)
+    return applied(Gather, members, members.rank_map.root_rank(dst, None, "gather", "dst"), tensor).unbind(0)
 
 
 @eager
@@ -192,7 +191,7 @@ def scatter(tensors: Sequence[torch.Tensor] | None, src: int = 0, group: Group =
             ranks.
     """
     members = _members(group, "scatter")
-    root = root_rank(members, src, None, "scatter", "src")
+    root = members.rank_map.root_rank(src, None, "scatter", "src")
     template, requires_grad = announce_template(tensors, members, root)
     given = [*tensors] if tensors is not None else []
     if members.rank() != root and not any(tensor.requires_grad for tensor in given):

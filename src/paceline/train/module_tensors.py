@@ -14,9 +14,8 @@ from torch import nn
 
 from paceline.comm.engine.adapters.device_streams import record_current
 from paceline.comm.engine.channel import byte_view
-from paceline.comm.group.buffers import is_plain, memory_layout
+from paceline.comm.group.buffers import as_memory, is_plain, memory_layout
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.comm.group.variable_size import as_memory
 
 
 def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -21,8 +21,6 @@ FILES = {name_of(file): file for file in (SOURCES / "paceline").rglob("*.py")}
 
 
 CIRCLES_OF_TYPES = {
-    "comm.group.call_plan -> comm.group.process_group",
-    "comm.group.variable_size -> comm.group.process_group",
     "cli.doctor.script.library_call -> cli.doctor.script.interpreter",
     "cli.doctor.script.training_calls -> cli.doctor.script.interpreter",
 }

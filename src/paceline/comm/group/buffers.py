@@ -1,10 +1,12 @@
 """Addresses at which the engine reads and writes a call's tensors, and copies of tensors that are not plain.
 
-The engine bypasses PyTorch when it writes to memory, so `count_writes` reports the writes to autograd.
+The engine bypasses PyTorch when it writes to memory, so `count_writes` reports the writes to autograd. Bytes are passed
+as uint8 tensors on the CPU (`as_tensor`, `as_memory`), regardless of torch.set_default_device.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, cast
 
@@ -123,6 +125,29 @@ def address_of(tensor: torch.Tensor) -> int:
 def count_elements(tensors: Sequence[torch.Tensor]) -> int:
     """Returns the total number of elements in `tensors`."""
     return sum(tensor.numel() for tensor in tensors)
+
+
+def as_tensor(data: bytes | bytearray) -> torch.Tensor:
+    """Returns `data` as a one-dimensional uint8 tensor; a bytearray is not copied."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
+
+
+def as_memory(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous CPU tensor as a view, which is valid while the tensor exists."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def empty_buffers(lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Allocates uninitialized uint8 tensors of the given lengths, each with its own memory.
+
+    Raises:
+        RuntimeError: the memory cannot be allocated.
+    """
+    return [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
 
 
 class Buffers:

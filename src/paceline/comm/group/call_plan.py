@@ -1,7 +1,8 @@
 """Plans for collectives: fully checked calls in the form that engines expect.
 
-The functions accept torch's reductions and option objects (such as `AllreduceOptions`). They recognize these objects by
-their attributes, so they work with every release of torch.
+The functions take the group's `RankMap`, which also converts roots and peers to group ranks. They accept torch's
+reductions and option objects (such as `AllreduceOptions`), and recognize these objects by their attributes, so they
+work with every release of torch.
 
 All functions raise:
     TypeError: a tensor's layout or dtype is not supported, or the reduction is not defined for its dtype.
@@ -20,6 +21,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.engine.channel import DTYPE_CODES, NO_REDUCTION, CollectiveCall, PremulSum, ReduceOp, Reduction
+from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.group.buffers import Buffers, Tensors, as_list, count_elements, dtype_code
 from paceline.comm.schedule.steps import Operation
 from paceline.durations import Timeout
@@ -27,9 +29,6 @@ from paceline.errors import short_repr
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
-
-    from paceline.comm.group.process_group import ProcessGroup
-
 
 CallPlan = tuple[CollectiveCall, Buffers]
 """A call and its `Buffers`, which copy results back to tensors that were replaced by copies."""
@@ -64,6 +63,97 @@ QUICK_CODES: dict[torch.dtype, tuple[int, list[int]]] = {
 }
 
 
+class RankMap:
+    """The ranks in a group, numbered by their positions in the group (group ranks) and in the default group.
+
+    Args:
+        members: the ranks with their hosts and processes, in the order of their group ranks.
+        rank: this process's group rank.
+        group: the description of the group in error messages.
+
+    Attributes:
+        members: the ranks with their hosts and processes, in the order of their group ranks.
+        ranks: the members' ranks in the default group, in the same order.
+        size: the number of ranks in the group.
+        rank: this process's group rank.
+        me: this rank with its host and process, formatted in error messages as "rank 3 (host, pid 4711)".
+    """
+
+    def __init__(self, members: Sequence[RankIdentity], rank: int, group: str) -> None:
+        self.members = tuple(members)
+        self.ranks = [member.rank for member in members]
+        self.size = len(members)
+        self.rank = rank
+        self.me = self.members[rank]
+        self._group = group
+
+    def __repr__(self) -> str:
+        return self._group
+
+    def root_rank(
+        self, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
+    ) -> int:
+        """Returns the group rank of a root or peer given as `rank` (in the default group) or as `group_rank`.
+
+        Raises:
+            ValueError: both are given, neither is given and there is no `default`, or the rank is not in the group.
+        """
+        if rank is not None and group_rank is not None:
+            raise ValueError(f"{call}: {name} and group_{name} are mutually exclusive; pass one of them")
+        if rank is not None:
+            return self.group_rank_of(rank, call, name)
+        if group_rank is None:
+            group_rank = default
+        if group_rank is None:
+            raise ValueError(f"{call} needs {name} (a rank of the default group) or group_{name}")
+        if not 0 <= group_rank < self.size:
+            raise ValueError(f"{call}: group_{name} is {group_rank}; {self} has ranks 0 to {self.size - 1}")
+        return group_rank
+
+    def group_rank_of(self, rank: int, call: str, name: str) -> int:
+        """Converts a rank in the default group to a group rank.
+
+        Args:
+            rank: the rank in the default group.
+            call, name: the called function and its argument, for the error message.
+
+        Raises:
+            TypeError: the rank is not an integer.
+            ValueError: the rank is not a member of the group.
+        """
+        if rank not in self.ranks:
+            if not hasattr(rank, "__index__"):
+                raise TypeError(f"{call}: {name} is {short_repr(rank)} ({type(rank).__name__}); a rank is an integer")
+            raise ValueError(f"{call}: {name} is {rank}, which is not in {self}; its members are {self.ranks}")
+        return self.ranks.index(rank)
+
+    def require_root(self, root: int, call: str) -> None:
+        """Checks that `root` is a group rank.
+
+        Raises:
+            ValueError: `root` is not a group rank.
+        """
+        if not 0 <= root < self.size:
+            raise ValueError(
+                f"rank {self.me.rank}: {call}: the root is group rank {root}; {self} has ranks 0 to {self.size - 1}"
+            )
+
+    def require_peer(self, peer: int, call: str, name: str) -> None:
+        """Checks that `peer` is a rank in the group other than this rank.
+
+        Raises:
+            ValueError: `peer` is this rank, or is not in the group.
+        """
+        if not 0 <= peer < self.size:
+            raise ValueError(
+                f"rank {self.me.rank}: {call}: {name} is group rank {peer}; {self} has ranks 0 to {self.size - 1}"
+            )
+        if peer == self.rank:
+            raise ValueError(
+                f"{call}: {name} is rank {self.ranks[peer]}, this one; a rank cannot send to itself; use tensor.copy_()"
+            )
+
+
 def plan_all_reduce(tensors: Tensors, op: Reduction, timeout_ns: int, any_order: bool = False) -> CallPlan:
     """Returns the plan for an all_reduce; see `Buffers` for `any_order`."""
     listed = as_list(tensors, "all_reduce")
@@ -84,44 +174,44 @@ def plan_broadcast(tensors: Tensors, root: int, timeout_ns: int, any_order: bool
     return CollectiveCall(Operation.BROADCAST, code, NO_REDUCTION, root, count, timeout_ns, [], outputs), buffers
 
 
-def plan_reduce(group: ProcessGroup, tensors: Tensors, root: int, op: Reduction, timeout_ns: int) -> CallPlan:
-    """Returns the plan for a reduce to group rank `root`."""
+def plan_reduce(rank_map: RankMap, tensors: Tensors, root: int, op: Reduction, timeout_ns: int) -> CallPlan:
+    """Returns the plan of a reduce to group rank `root`."""
     listed = as_list(tensors, "reduce")
     code, reduce_code, buffers = checked_reduction(listed, op, "reduce")
-    outputs = [buffers.write(listed) if group.rank() == root else buffers.read(listed)]
+    outputs = [buffers.write(listed) if rank_map.rank == root else buffers.read(listed)]
     return CollectiveCall(
         Operation.REDUCE, code, reduce_code, root, count_elements(listed), timeout_ns, [], outputs
     ), buffers
 
 
-def plan_all_gather(group: ProcessGroup, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
-    """Returns the plan for an all_gather; if the ranks' tensors differ in size, it is the plan for an all_to_all."""
-    return _plan_gather(Operation.ALL_GATHER, group, outputs, tensors, -1, timeout_ns)
+def plan_all_gather(rank_map: RankMap, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
+    """Returns the plan of an all_gather; if the ranks' tensors differ in size, it is the plan of an all_to_all."""
+    return _plan_gather(Operation.ALL_GATHER, rank_map, outputs, tensors, -1, timeout_ns)
 
 
 def plan_gather(
-    group: ProcessGroup, outputs: Sequence[Tensors] | None, tensors: Tensors, root: int, timeout_ns: int
+    rank_map: RankMap, outputs: Sequence[Tensors] | None, tensors: Tensors, root: int, timeout_ns: int
 ) -> CallPlan:
-    """Returns the plan for a gather to group rank `root`; `outputs` is None or empty on other ranks."""
-    if bool(outputs) != (group.rank() == root):
+    """Returns the plan of a gather to group rank `root`; `outputs` is None or empty on other ranks."""
+    if bool(outputs) != (rank_map.rank == root):
         raise ValueError(
-            f"rank {group.me.rank}: gather takes gather_list on the destination, rank {group.ranks[root]}, "
+            f"rank {rank_map.me.rank}: gather takes gather_list on the destination, rank {rank_map.ranks[root]}, "
             "and on no other rank"
         )
-    return _plan_gather(Operation.GATHER, group, outputs or [], tensors, root, timeout_ns)
+    return _plan_gather(Operation.GATHER, rank_map, outputs or [], tensors, root, timeout_ns)
 
 
 def _plan_gather(
-    operation: Operation, group: ProcessGroup, outputs: Sequence[Tensors], tensors: Tensors, root: int, timeout_ns: int
+    operation: Operation, rank_map: RankMap, outputs: Sequence[Tensors], tensors: Tensors, root: int, timeout_ns: int
 ) -> CallPlan:
     name = str(operation)
-    receives = operation is Operation.ALL_GATHER or group.rank() == root
+    receives = operation is Operation.ALL_GATHER or rank_map.rank == root
     read = as_list(tensors, name)
-    written = lists_by_rank(outputs, group, name, "the list of outputs") if receives else []
+    written = lists_by_rank(outputs, rank_map, name, "the list of outputs") if receives else []
     code = dtype_code([*read, *chain(*written)], name)
     count = count_elements(read)
-    is_uneven = operation is Operation.ALL_GATHER and are_uneven(written, group, name)
-    (require_own_count if is_uneven else require_counts)(written, count, group, name, "the list of outputs")
+    is_uneven = operation is Operation.ALL_GATHER and are_uneven(written, rank_map, name)
+    (require_own_count if is_uneven else require_counts)(written, count, rank_map, name, "the list of outputs")
     buffers = Buffers()
     flat_inputs = [buffers.read(read)]
     if is_uneven:
@@ -129,20 +219,20 @@ def _plan_gather(
             "all_gather of tensors that differ in size is an all_to_all, in which all ranks pass the same sizes"
         )
         operation, count, dense = Operation.ALL_TO_ALL, 0, list(buffers.kept)
-        flat_inputs += [buffers.read(dense) for _ in range(group.size() - 1)]
+        flat_inputs += [buffers.read(dense) for _ in range(rank_map.size - 1)]
     flat_outputs = [buffers.write(part) for part in written]
     return CollectiveCall(operation, code, NO_REDUCTION, root, count, timeout_ns, flat_inputs, flat_outputs), buffers
 
 
 def plan_reduce_scatter(
-    group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
+    rank_map: RankMap, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
 ) -> CallPlan:
     """Returns the plan for a reduce_scatter."""
     written = as_list(output, "reduce_scatter")
-    read = lists_by_rank(inputs, group, "reduce_scatter", "input_list")
+    read = lists_by_rank(inputs, rank_map, "reduce_scatter", "input_list")
     code, reduce_code, buffers = checked_reduction([*written, *chain(*read)], op, "reduce_scatter")
     count = count_elements(written)
-    require_counts(read, count, group, "reduce_scatter", "input_list")
+    require_counts(read, count, rank_map, "reduce_scatter", "input_list")
     flat_inputs = [buffers.read(part) for part in read]
     buffers.scale = None  # the factor applies only to the inputs
     flat_outputs = [buffers.write(written)]
@@ -151,22 +241,22 @@ def plan_reduce_scatter(
 
 
 def plan_uneven_reduce_scatter(
-    group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
+    rank_map: RankMap, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
 ) -> list[CallPlan]:
     """Returns the plans for the reduces, one to each rank, that perform a reduce_scatter with parts of different sizes.
 
     Copies this rank's part to `output`, where the reduce to this rank adds the parts of the other ranks.
     """
     written = as_list(output, "reduce_scatter")
-    read = lists_by_rank(inputs, group, "reduce_scatter", "input_list")
+    read = lists_by_rank(inputs, rank_map, "reduce_scatter", "input_list")
     checked_reduction([*written, *chain(*read)], op, "reduce_scatter")
-    require_own_count(read, count_elements(written), group, "reduce_scatter", "input_list")
-    mine = group.rank()
+    require_own_count(read, count_elements(written), rank_map, "reduce_scatter", "input_list")
+    mine = rank_map.rank
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in read[mine]])
     for tensor, values in zip(written, flat.split([tensor.numel() for tensor in written]), strict=True):
         tensor.detach().copy_(values.view(tensor.shape))
     parts = [written if root == mine else part for root, part in enumerate(read)]
-    plans = [plan_reduce(group, part, root, op, timeout_ns) for root, part in enumerate(parts)]
+    plans = [plan_reduce(rank_map, part, root, op, timeout_ns) for root, part in enumerate(parts)]
     for _, buffers in plans:
         buffers.note = (
             "reduce_scatter of tensors that differ in size consists of a reduce to each rank, in which all ranks pass "
@@ -176,19 +266,19 @@ def plan_uneven_reduce_scatter(
 
 
 def plan_scatter(
-    group: ProcessGroup, output: Tensors, inputs: Sequence[Tensors] | None, root: int, timeout_ns: int
+    rank_map: RankMap, output: Tensors, inputs: Sequence[Tensors] | None, root: int, timeout_ns: int
 ) -> CallPlan:
-    """Returns the plan for a scatter from group rank `root`; `inputs` is None or empty on other ranks."""
-    if bool(inputs) != (group.rank() == root):
+    """Returns the plan of a scatter from group rank `root`; `inputs` is None or empty on other ranks."""
+    if bool(inputs) != (rank_map.rank == root):
         raise ValueError(
-            f"rank {group.me.rank}: scatter takes scatter_list on the source, rank {group.ranks[root]}, "
+            f"rank {rank_map.me.rank}: scatter takes scatter_list on the source, rank {rank_map.ranks[root]}, "
             "and on no other rank"
         )
     written = as_list(output, "scatter")
-    read = lists_by_rank(inputs, group, "scatter", "scatter_list") if inputs else []
+    read = lists_by_rank(inputs, rank_map, "scatter", "scatter_list") if inputs else []
     code = dtype_code([*written, *chain(*read)], "scatter")
     count = count_elements(written)
-    require_counts(read, count, group, "scatter", "scatter_list")
+    require_counts(read, count, rank_map, "scatter", "scatter_list")
     buffers = Buffers()
     flat_inputs = [buffers.read(part) for part in read]
     flat_outputs = [buffers.write(written)]
@@ -198,13 +288,13 @@ def plan_scatter(
 
 
 def plan_all_to_all(
-    group: ProcessGroup, outputs: Sequence[Tensors], inputs: Sequence[Tensors], timeout_ns: int
+    rank_map: RankMap, outputs: Sequence[Tensors], inputs: Sequence[Tensors], timeout_ns: int
 ) -> CallPlan:
-    """Returns the plan for an all_to_all."""
-    read = lists_by_rank(inputs, group, "all_to_all", "input_tensor_list")
-    written = lists_by_rank(outputs, group, "all_to_all", "output_tensor_list")
-    mine = group.rank()
-    require_counts([written[mine]], count_elements(read[mine]), group, "all_to_all", "this rank's part for itself")
+    """Returns the plan of an all_to_all."""
+    read = lists_by_rank(inputs, rank_map, "all_to_all", "input_tensor_list")
+    written = lists_by_rank(outputs, rank_map, "all_to_all", "output_tensor_list")
+    mine = rank_map.rank
+    require_counts([written[mine]], count_elements(read[mine]), rank_map, "all_to_all", "this rank's part for itself")
     code = dtype_code([*chain(*read, *written)], "all_to_all")
     buffers = Buffers()
     flat_inputs = [buffers.read(part) for part in read]
@@ -246,74 +336,6 @@ def reduces(dtype: int, reduce_op: int) -> bool:
     return _core.reduces(dtype, reduce_op)
 
 
-def root_rank(
-    group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
-) -> int:
-    """Returns the group rank of a root or peer given as `rank` (in the default group) or as `group_rank`.
-
-    Raises:
-        ValueError: both are given, neither is given and there is no `default`, or the rank is not in the group.
-    """
-    if rank is not None and group_rank is not None:
-        raise ValueError(f"{call}: {name} and group_{name} are mutually exclusive; pass one of them")
-    if rank is not None:
-        return group_rank_of(group, rank, call, name)
-    if group_rank is None:
-        group_rank = default
-    if group_rank is None:
-        raise ValueError(f"{call} needs {name} (a rank of the default group) or group_{name}")
-    if not 0 <= group_rank < group.size():
-        raise ValueError(f"{call}: group_{name} is {group_rank}; {group} has ranks 0 to {group.size() - 1}")
-    return group_rank
-
-
-def group_rank_of(group: ProcessGroup, rank: int, call: str, name: str) -> int:
-    """Converts a rank in the default group to a group rank.
-
-    Args:
-        group: the group that must contain the rank.
-        rank: the rank in the default group.
-        call, name: the called function and its argument, for the error message.
-
-    Raises:
-        TypeError: the rank is not an integer.
-        ValueError: the rank is not a member of the group.
-    """
-    if rank not in group.ranks:
-        if not hasattr(rank, "__index__"):
-            raise TypeError(f"{call}: {name} is {short_repr(rank)} ({type(rank).__name__}); a rank is an integer")
-        raise ValueError(f"{call}: {name} is {rank}, which is not in {group}; its members are {group.ranks}")
-    return group.ranks.index(rank)
-
-
-def require_root(group: ProcessGroup, root: int, call: str) -> None:
-    """Checks that `root` is a group rank.
-
-    Raises:
-        ValueError: `root` is not a group rank.
-    """
-    if not 0 <= root < group.size():
-        raise ValueError(
-            f"rank {group.me.rank}: {call}: the root is group rank {root}; {group} has ranks 0 to {group.size() - 1}"
-        )
-
-
-def require_peer(group: ProcessGroup, peer: int, call: str, name: str) -> None:
-    """Checks that `peer` is a rank in the group other than this rank.
-
-    Raises:
-        ValueError: `peer` is this rank, or is not in the group.
-    """
-    if not 0 <= peer < group.size():
-        raise ValueError(
-            f"rank {group.me.rank}: {call}: {name} is group rank {peer}; {group} has ranks 0 to {group.size() - 1}"
-        )
-    if peer == group.rank():
-        raise ValueError(
-            f"{call}: {name} is rank {group.ranks[peer]}, this one; a rank cannot send to itself; use tensor.copy_()"
-        )
-
-
 def checked_tag(tag: int, call: str) -> int:
     """Returns `tag` if it is valid.
 
@@ -325,25 +347,25 @@ def checked_tag(tag: int, call: str) -> int:
     return tag
 
 
-def parts_by_rank(whole: torch.Tensor, count: int, group: ProcessGroup, call: str, name: str) -> list[torch.Tensor]:
+def parts_by_rank(whole: torch.Tensor, count: int, rank_map: RankMap, call: str, name: str) -> list[torch.Tensor]:
     """Divides `whole` into one-dimensional views of `count` elements, one for each rank.
 
     Raises:
         ValueError: `whole` has the wrong number of elements, or is not contiguous.
     """
-    if whole.numel() != count * group.size():
+    if whole.numel() != count * rank_map.size:
         raise ValueError(
-            f"rank {group.me.rank}: {call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} "
-            f"elements it must have {count * group.size()}"
+            f"rank {rank_map.me.rank}: {call}: {name} has {whole.numel()} elements; with {rank_map.size} ranks of "
+            f"{count} elements it must have {count * rank_map.size}"
         )
     if not whole.is_contiguous():
-        raise ValueError(f"rank {group.me.rank}: {call}: {name} is not contiguous; pass {name}.contiguous()")
+        raise ValueError(f"rank {rank_map.me.rank}: {call}: {name} is not contiguous; pass {name}.contiguous()")
     flat = whole.detach().view(-1)
-    return [flat[r * count : (r + 1) * count] for r in range(group.size())]
+    return [flat[r * count : (r + 1) * count] for r in range(rank_map.size)]
 
 
 def rows_by_rank(
-    whole: torch.Tensor, sizes: Sequence[int] | None, group: ProcessGroup, call: str, name: str
+    whole: torch.Tensor, sizes: Sequence[int] | None, rank_map: RankMap, call: str, name: str
 ) -> list[torch.Tensor]:
     """Divides `whole` along its first dimension into parts for the ranks.
 
@@ -355,39 +377,39 @@ def rows_by_rank(
     """
     if whole.dim() == 0:
         raise ValueError(
-            f"rank {group.me.rank}: {call}: {name} has no dimensions, and therefore no rows to divide among "
-            f"{group.size()} ranks; add one: {name}.view(1)"
+            f"rank {rank_map.me.rank}: {call}: {name} has no dimensions, and therefore no rows to divide among "
+            f"{rank_map.size} ranks; add one: {name}.view(1)"
         )
     rows = whole.shape[0]
     if sizes is None:
-        if rows % group.size():
+        if rows % rank_map.size:
             raise ValueError(
-                f"rank {group.me.rank}: {call}: {name} has {rows} rows, which cannot be divided evenly among "
-                f"{group.size()} ranks; pass {name}_split_sizes"
+                f"rank {rank_map.me.rank}: {call}: {name} has {rows} rows, which cannot be divided evenly among "
+                f"{rank_map.size} ranks; pass {name}_split_sizes"
             )
-        sizes = [rows // group.size()] * group.size()
-    if len(sizes) != group.size() or sum(sizes) != rows or min(sizes) < 0:
+        sizes = [rows // rank_map.size] * rank_map.size
+    if len(sizes) != rank_map.size or sum(sizes) != rows or min(sizes) < 0:
         raise ValueError(
-            f"rank {group.me.rank}: {call}: {name}_split_sizes is {list(sizes)}; it needs {group.size()} with the sum "
-            f"{rows}, none of them negative"
+            f"rank {rank_map.me.rank}: {call}: {name}_split_sizes is {list(sizes)}; it needs {rank_map.size} with the "
+            f"sum {rows}, none of them negative"
         )
     return list(whole.detach().split(list(sizes)))
 
 
-def lists_by_rank(lists: Sequence[Tensors], group: ProcessGroup, call: str, argument: str) -> list[list[torch.Tensor]]:
+def lists_by_rank(lists: Sequence[Tensors], rank_map: RankMap, call: str, argument: str) -> list[list[torch.Tensor]]:
     """Returns the entries of `lists`, one for each rank, as lists of tensors.
 
     Raises:
         ValueError: the number of entries differs from the number of ranks.
         TypeError: an entry is neither a tensor nor a list of tensors.
     """
-    if isinstance(lists, torch.Tensor) or len(lists) != group.size():
+    if isinstance(lists, torch.Tensor) or len(lists) != rank_map.size:
         seen = type(lists).__name__ if isinstance(lists, torch.Tensor) else f"{len(lists)} entries"
-        raise ValueError(f"{call}: {argument} needs one entry for each of the {group.size()} ranks, not {seen}")
+        raise ValueError(f"{call}: {argument} needs one entry for each of the {rank_map.size} ranks, not {seen}")
     return [as_list(entry, f"{call}: {argument}") for entry in lists]
 
 
-def are_uneven(lists: Sequence[Tensors], group: ProcessGroup, call: str) -> bool:
+def are_uneven(lists: Sequence[Tensors], rank_map: RankMap, call: str) -> bool:
     """Returns True if there is one entry for each rank, and the entries differ in their numbers of elements.
 
     The decision depends only on a list that all ranks pass with the same sizes, so all ranks make the same calls.
@@ -395,13 +417,13 @@ def are_uneven(lists: Sequence[Tensors], group: ProcessGroup, call: str) -> bool
     Raises:
         TypeError: an entry is neither a tensor nor a list of tensors.
     """
-    if isinstance(lists, torch.Tensor) or len(lists) != group.size():
+    if isinstance(lists, torch.Tensor) or len(lists) != rank_map.size:
         return False
     return len({count_elements(as_list(entry, call)) for entry in lists}) > 1
 
 
 def require_counts(
-    lists: Sequence[list[torch.Tensor]], count: int, group: ProcessGroup, call: str, argument: str
+    lists: Sequence[list[torch.Tensor]], count: int, rank_map: RankMap, call: str, argument: str
 ) -> None:
     """Checks that each of `lists` has `count` elements.
 
@@ -411,25 +433,25 @@ def require_counts(
     for index, tensors in enumerate(lists):
         if count_elements(tensors) != count:
             raise ValueError(
-                f"rank {group.me.rank}: {call}: entry {index} of {argument} has {count_elements(tensors)} elements; "
+                f"rank {rank_map.me.rank}: {call}: entry {index} of {argument} has {count_elements(tensors)} elements; "
                 f"all must have {count}"
             )
 
 
 def require_own_count(
-    lists: Sequence[list[torch.Tensor]], count: int, group: ProcessGroup, call: str, argument: str
+    lists: Sequence[list[torch.Tensor]], count: int, rank_map: RankMap, call: str, argument: str
 ) -> None:
     """Checks that this rank's entry in `lists`, whose entries differ in size, has `count` elements.
 
     Raises:
         ValueError: the entry has the wrong number of elements.
     """
-    mine = group.rank()
+    mine = rank_map.rank
     seen = count_elements(lists[mine])
     if seen != count:
         raise ValueError(
-            f"rank {group.me.rank}: {call}: entry {mine} of {argument}, which is this rank's, has {seen} elements, but "
-            f"this rank's tensor has {count}; both must have the same number"
+            f"rank {rank_map.me.rank}: {call}: entry {mine} of {argument}, which is this rank's, has {seen} elements, "
+            f"but this rank's tensor has {count}; both must have the same number"
         )
 
 

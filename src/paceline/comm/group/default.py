@@ -20,7 +20,6 @@ import torch.distributed as torch_dist
 
 from paceline.comm.engine.api import choose, engines_for, missing_piece
 from paceline.comm.engine.channel import ReduceOp, Reduction
-from paceline.comm.group.call_plan import group_rank_of
 from paceline.comm.group.engines import Engines
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.store.store import Store
@@ -358,7 +357,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     Raises:
         ValueError: the rank is not a member of the group.
     """
-    return group_rank_of(group, global_rank, "get_group_rank", "global_rank")
+    return group.rank_map.group_rank_of(global_rank, "get_group_rank", "global_rank")
 
 
 _BEST = {"cpu": "paceline", "cuda": "nccl"}

@@ -42,14 +42,18 @@ from paceline.comm.group.buffers import (
     Tensors,
     address_of,
     as_list,
+    as_memory,
+    as_tensor,
     count_elements,
     count_writes,
     dtype_code,
+    empty_buffers,
     is_plain,
 )
 from paceline.comm.group.call_plan import (
     QUICK_CODES,
     CallPlan,
+    RankMap,
     TorchOptions,
     are_options,
     are_uneven,
@@ -67,14 +71,12 @@ from paceline.comm.group.call_plan import (
     plan_scatter,
     plan_uneven_reduce_scatter,
     reduction_of,
-    require_peer,
-    require_root,
     rows_by_rank,
     time_limit,
 )
 from paceline.comm.group.compression import Wire, WireKind, WireLike, is_quantizable, with_wire
 from paceline.comm.group.engines import Devices, Opener
-from paceline.comm.group.variable_size import all_gather_pieces, all_reduce_sparse, as_memory, as_tensor, empty_buffers
+from paceline.comm.group.sparse_sum import SparseSum
 from paceline.comm.group.work import ProfiledCall, Work, join_works
 from paceline.comm.record import recorder
 from paceline.comm.schedule.algorithms import explain_text
@@ -119,6 +121,7 @@ class ProcessGroup:
         wire: the format to which sums of floats are rounded between hosts, or None for exact sums.
 
     Attributes:
+        rank_map: the members of the group, and the conversion of their ranks.
         ranks: the members' ranks in the default group, in the order of their group ranks.
         name: the group's name in error messages.
         backend: the backend's name.
@@ -142,7 +145,10 @@ class ProcessGroup:
         identity: int = 0,
         wire: WireKind | None = None,
     ) -> None:
-        self.ranks = [member.rank for member in members]
+        self.rank_map = RankMap(
+            members, group_rank, f"ProcessGroup({name or 'default'}, rank {group_rank} of {len(members)})"
+        )
+        self.ranks = self.rank_map.ranks
         self.name = name
         self.backend = backend
         self.wire = wire
@@ -159,7 +165,6 @@ class ProcessGroup:
         self.bound_device_id: torch.device | None = None
         self._devices = Devices(opened, openers or {}, backend, record, advice)
         self._channel = opened.channel
-        self._members = list(members)
         self._engine_members = engine_members
         self._rank = group_rank
         self._closed = False
@@ -171,7 +176,7 @@ class ProcessGroup:
         self.set_timeout(timeout)
 
     def __repr__(self) -> str:
-        return f"ProcessGroup({self.name or 'default'}, rank {self._rank} of {len(self.ranks)})"
+        return repr(self.rank_map)
 
     def rank(self) -> int:
         """Returns this process's rank in the group."""
@@ -184,12 +189,12 @@ class ProcessGroup:
     @property
     def me(self) -> RankIdentity:
         """Returns this rank with its host and process, formatted in error messages as "rank 3 (host, pid 4711)"."""
-        return self._members[self._rank]
+        return self.rank_map.me
 
     @property
     def members(self) -> tuple[RankIdentity, ...]:
         """Returns the ranks with their hosts and processes, in the order of their group ranks."""
-        return tuple(self._members)
+        return self.rank_map.members
 
     @property
     def device_types(self) -> frozenset[str]:
@@ -282,9 +287,24 @@ class ProcessGroup:
                 raise self._error(outcome, (0, Operation.ALL_REDUCE, code, op, -1, tensors.numel()))
         listed = as_list(tensors, "all_reduce")
         if wire is None and len(listed) == 1 and listed[0].layout is torch.sparse_coo:
-            return all_reduce_sparse(self, listed[0], reduction_of(op), async_op, timeout)
+            return self._all_reduce_sparse(listed[0], reduction_of(op), async_op, timeout)
         plan = plan_all_reduce(listed, op, self.limit_ns(timeout), any_order)
         return self._run(plan if wire is None else with_wire(plan, wire, self.size()), async_op)
+
+    def _all_reduce_sparse(
+        self, tensor: torch.Tensor, op: Reduction, async_op: bool, timeout: Timeout | None
+    ) -> Work | None:
+        """Reduces a sparse COO tensor over all ranks, in place, and leaves it coalesced.
+
+        The ranks first exchange their row counts, so even with `async_op` this method blocks until all ranks have
+        called it. The rows are then sent in the background.
+        """
+        total = SparseSum(tensor, op)
+        headers = [torch.empty_like(total.header) for _ in self.ranks]
+        self.all_gather(headers, total.header, timeout=timeout)
+        rows = total.allocate(headers, self.rank_map)
+        work = self.all_to_all(rows.received, [rows.mine] * self.size(), async_op, timeout)
+        return join_works([work], "all_reduce", [tensor], lambda: total.write(rows))
 
     def all_reduce_memory(
         self,
@@ -344,7 +364,7 @@ class ProcessGroup:
         """Copies the root's `tensors` to all ranks."""
         if are_options(root):
             return self.broadcast(tensors, root.rootRank, True, time_limit(root))
-        require_root(self, root, "broadcast")
+        self.rank_map.require_root(root, "broadcast")
         if async_op is False and timeout is None and isinstance(tensors, torch.Tensor):
             code = None if profiler._is_profiler_enabled else DTYPE_CODES.get(tensors.dtype)
             if code is not None and tensors.is_cpu and tensors.layout is _STRIDED and is_plain(tensors):
@@ -370,7 +390,7 @@ class ProcessGroup:
         """Reduces `tensors` over all ranks into the root's `tensors`; tensors on other ranks are not modified."""
         if are_options(root):
             return self.reduce(tensors, root.rootRank, reduction_of(root), True, time_limit(root))
-        require_root(self, root, "reduce")
+        self.rank_map.require_root(root, "reduce")
         if (
             async_op is False
             and timeout is None
@@ -380,7 +400,7 @@ class ProcessGroup:
             )
         ):
             return None
-        return self._run(plan_reduce(self, tensors, root, op, self.limit_ns(timeout)), async_op)
+        return self._run(plan_reduce(self.rank_map, tensors, root, op, self.limit_ns(timeout)), async_op)
 
     def all_gather(
         self,
@@ -401,7 +421,7 @@ class ProcessGroup:
             )
         ):
             return None
-        plan = plan_all_gather(self, outputs, tensors, self.limit_ns(timeout))
+        plan = plan_all_gather(self.rank_map, outputs, tensors, self.limit_ns(timeout))
         return self._run(with_wire(plan, wire, self.size()), async_op)
 
     def gather(
@@ -416,14 +436,14 @@ class ProcessGroup:
         if are_options(root):
             outputs = one_list(outputs, "gather") if outputs else None
             return self.gather(outputs, tensors, root.rootRank, True, time_limit(root))
-        require_root(self, root, "gather")
+        self.rank_map.require_root(root, "gather")
         if async_op is False and timeout is None and isinstance(tensors, torch.Tensor):
             parts = (1, self.size() if self._rank == root else 0)
             if self.try_fast_call(
                 Operation.GATHER, tensors.dtype, tensors.numel(), (tensors,), outputs or (), parts, root=root
             ):
                 return None
-        return self._run(plan_gather(self, outputs, tensors, root, self.limit_ns(timeout)), async_op)
+        return self._run(plan_gather(self.rank_map, outputs, tensors, root, self.limit_ns(timeout)), async_op)
 
     def reduce_scatter(
         self,
@@ -450,11 +470,11 @@ class ProcessGroup:
             )
         ):
             return None
-        if are_uneven(inputs, self, "reduce_scatter"):
-            plans = plan_uneven_reduce_scatter(self, output, inputs, op, self.limit_ns(timeout))
+        if are_uneven(inputs, self.rank_map, "reduce_scatter"):
+            plans = plan_uneven_reduce_scatter(self.rank_map, output, inputs, op, self.limit_ns(timeout))
             works = [self._run(with_wire(plan, wire, self.size()), async_op) for plan in plans]
             return join_works(works, "reduce_scatter", as_list(output, "reduce_scatter"))
-        plan = plan_reduce_scatter(self, output, inputs, op, self.limit_ns(timeout))
+        plan = plan_reduce_scatter(self.rank_map, output, inputs, op, self.limit_ns(timeout))
         return self._run(with_wire(plan, wire, self.size()), async_op)
 
     def scatter(
@@ -469,14 +489,14 @@ class ProcessGroup:
         if are_options(root):
             inputs = one_list(inputs, "scatter") if inputs else None
             return self.scatter(output, inputs, root.rootRank, True, time_limit(root))
-        require_root(self, root, "scatter")
+        self.rank_map.require_root(root, "scatter")
         if async_op is False and timeout is None and isinstance(output, torch.Tensor):
             parts = (self.size() if self._rank == root else 0, 1)
             if self.try_fast_call(
                 Operation.SCATTER, output.dtype, output.numel(), inputs or (), (output,), parts, root=root
             ):
                 return None
-        return self._run(plan_scatter(self, output, inputs, root, self.limit_ns(timeout)), async_op)
+        return self._run(plan_scatter(self.rank_map, output, inputs, root, self.limit_ns(timeout)), async_op)
 
     def all_to_all(
         self,
@@ -490,7 +510,7 @@ class ProcessGroup:
             first, parts = inputs[0], (self.size(), self.size())
             if self.try_fast_call(Operation.ALL_TO_ALL, first.dtype, first.numel(), inputs, outputs, parts):
                 return None
-        return self._run(plan_all_to_all(self, outputs, inputs, self.limit_ns(timeout)), async_op)
+        return self._run(plan_all_to_all(self.rank_map, outputs, inputs, self.limit_ns(timeout)), async_op)
 
     def all_to_all_rows(
         self,
@@ -502,9 +522,9 @@ class ProcessGroup:
         timeout: Timeout | None = None,
     ) -> Work | None:
         """Performs an all_to_all on the rows of two tensors, divided by the split sizes or, if None, in equal parts."""
-        outputs = rows_by_rank(output, output_split_sizes, self, "all_to_all_single", "output")
-        inputs = rows_by_rank(input, input_split_sizes, self, "all_to_all_single", "input")
-        plan = plan_all_to_all(self, outputs, inputs, self.limit_ns(timeout))
+        outputs = rows_by_rank(output, output_split_sizes, self.rank_map, "all_to_all_single", "output")
+        inputs = rows_by_rank(input, input_split_sizes, self.rank_map, "all_to_all_single", "input")
+        plan = plan_all_to_all(self.rank_map, outputs, inputs, self.limit_ns(timeout))
         plan[1].profiled = [input]
         return join_works([self._run(plan, async_op)], "all_to_all_single", [output])
 
@@ -520,9 +540,10 @@ class ProcessGroup:
         """Returns every rank's `data` in rank order; the lengths may differ."""
         lengths = torch.empty(self.size(), dtype=torch.int64, device="cpu")
         self.all_gather(list(lengths.split(1)), torch.tensor([len(data)], device="cpu"))
-        received = [empty_buffers([length]) for length in lengths.tolist()]
-        all_gather_pieces(self, [as_tensor(data)], received, None)
-        return [bytes(as_memory(buffer)) for (buffer,) in received]
+        received = empty_buffers(lengths.tolist())
+        if any(buffer.numel() for buffer in received):
+            self.all_gather(received, as_tensor(data))
+        return [bytes(as_memory(buffer)) for buffer in received]
 
     def explain(self, operation: str, nbytes: int) -> str:
         """Returns text that states which algorithm the group uses for a call of `nbytes` bytes, and why.
@@ -667,7 +688,7 @@ class ProcessGroup:
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: TorchOptions | None = None) -> Work:
         """Gathers every rank's tensor into one tensor on all ranks, concatenated in rank order."""
-        parts = parts_by_rank(output, input.numel(), self, "all_gather_single", "output")
+        parts = parts_by_rank(output, input.numel(), self.rank_map, "all_gather_single", "output")
         work = self.all_gather(parts, input, True, time_limit(opts))
         return _as_work(join_works([work], "all_gather_single", [output]))
 
@@ -683,7 +704,7 @@ class ProcessGroup:
         self, output: torch.Tensor, input: torch.Tensor, opts: TorchOptions | None = None
     ) -> Work:
         """Reduces `input` over all ranks and writes one part of the result to each rank's `output`."""
-        parts = parts_by_rank(input, output.numel(), self, "reduce_scatter_single", "input")
+        parts = parts_by_rank(input, output.numel(), self.rank_map, "reduce_scatter_single", "input")
         return _as_work(self.reduce_scatter(output, parts, reduction_of(opts), True, time_limit(opts)))
 
     def reduce_scatter_single_coalesced(
@@ -952,7 +973,7 @@ class ProcessGroup:
         if self._closed:
             raise self.closed_error()
         if name == "send" or peer != ANY_SOURCE:
-            require_peer(self, peer, name, "dst" if name == "send" else "src")
+            self.rank_map.require_peer(peer, name, "dst" if name == "send" else "src")
         checked_tag(tag, name)
         code = dtype_code(tensors, name)
         buffers = Buffers()
@@ -1011,7 +1032,7 @@ class ProcessGroup:
         return self._failed(outcome, describe_call(header).rsplit(" as call", 1)[0])
 
     def _failed(self, outcome: CallOutcome, call: str, lost: str = GROUP_LOST) -> CollectiveError:
-        error = to_error(outcome, self._members, self._rank, call, lost, self._engine_members)
+        error = to_error(outcome, self.rank_map.members, self._rank, call, lost, self._engine_members)
         if isinstance(error, CollectiveTimeoutError):
             # All ranks receive the same outcome, so `outcome.missing` includes this rank if it was late.
             error.missing = tuple(self.ranks[rank] for rank in outcome.missing if rank != self._rank)

@@ -439,7 +439,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         target = _root(opts)
         parts = None
         if self.rank() == target:
-            parts = parts_by_rank(output, input.numel(), self._group, "gather_single", "output")
+            parts = parts_by_rank(output, input.numel(), self._group.rank_map, "gather_single", "output")
         return self._finish(opts, None, [output], lambda a, t: self._group.gather(parts, input, target, a, t))
 
     def scatter(

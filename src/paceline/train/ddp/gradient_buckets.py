@@ -23,7 +23,7 @@ from torch import nn
 
 from paceline.comm.engine.channel import DTYPE_CODES, ReduceOp
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.comm.group.variable_size import GatheredRows
+from paceline.comm.group.sparse_sum import GatheredRows
 from paceline.train.ddp.bucket_assignment import bucket_params
 from paceline.train.module_tensors import TrackedTensors, references_of, shares_memory
 
@@ -474,7 +474,7 @@ def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float
     group.all_gather(everyones, counts)
     by_param = torch.stack(everyones, 1).tolist()
     for param, gradient, rows in zip(params, gradients, by_param, strict=True):
-        gathered = GatheredRows(group, gradient, rows)
+        gathered = GatheredRows(gradient, rows)
         group.all_to_all(gathered.received, [gathered.mine] * group.size())
         param.grad = gathered.total().mul_(scale / group.size())
 

@@ -16,7 +16,7 @@ import torch
 
 from paceline.comm.engine.channel import ReduceOp, Reduction
 from paceline.comm.group.buffers import Tensors, as_list
-from paceline.comm.group.call_plan import parts_by_rank, root_rank
+from paceline.comm.group.call_plan import parts_by_rank
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
@@ -66,7 +66,7 @@ def broadcast_coalesced(
     if buffer_size <= 0:
         raise ValueError(f"{call}: buffer_size is {buffer_size}; it is a positive number of bytes")
     listed = as_list(tensors, call)
-    root = root_rank(chosen, src, group_src, call, "src", 0)
+    root = chosen.rank_map.root_rank(src, group_src, call, "src", 0)
     buckets = [bucket for indices in _by_type(listed) for bucket in _buckets(listed, indices, buffer_size)]
     works = [chosen.broadcast([listed[i] for i in bucket], root, async_op, timeout) for bucket in buckets]
     return join_works(works, call, listed)
@@ -226,7 +226,7 @@ def _all_parts(
     wholes: list[torch.Tensor], parts: list[torch.Tensor], group: ProcessGroup, call: str, name: str
 ) -> list[list[torch.Tensor]]:
     return [
-        parts_by_rank(whole, part.numel(), group, call, f"{name}[{i}]")
+        parts_by_rank(whole, part.numel(), group.rank_map, call, f"{name}[{i}]")
         for i, (whole, part) in enumerate(zip(wholes, parts, strict=True))
     ]
 

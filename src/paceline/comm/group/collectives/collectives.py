@@ -35,7 +35,7 @@ import torch
 from paceline.comm.engine.adapters.device_streams import accelerator_in_use
 from paceline.comm.engine.channel import ReduceOp, Reduction
 from paceline.comm.group.buffers import Tensors
-from paceline.comm.group.call_plan import parts_by_rank, root_rank
+from paceline.comm.group.call_plan import parts_by_rank
 from paceline.comm.group.compression import WireLike
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
@@ -140,7 +140,7 @@ def broadcast(
     chosen = resolve(group, "broadcast")
     if chosen is None:
         return None
-    return chosen.broadcast(tensor, root_rank(chosen, src, group_src, "broadcast", "src"), async_op, timeout)
+    return chosen.broadcast(tensor, chosen.rank_map.root_rank(src, group_src, "broadcast", "src"), async_op, timeout)
 
 
 @eager
@@ -166,7 +166,7 @@ def reduce(
     chosen = resolve(group, "reduce")
     if chosen is None:
         return None
-    return chosen.reduce(tensor, root_rank(chosen, dst, group_dst, "reduce", "dst"), op, async_op, timeout)
+    return chosen.reduce(tensor, chosen.rank_map.root_rank(dst, group_dst, "reduce", "dst"), op, async_op, timeout)
 
 
 @eager
@@ -192,7 +192,8 @@ def gather(
     chosen = resolve(group, "gather")
     if chosen is None:
         return None
-    return chosen.gather(gather_list, tensor, root_rank(chosen, dst, group_dst, "gather", "dst", 0), async_op, timeout)
+    root = chosen.rank_map.root_rank(dst, group_dst, "gather", "dst", 0)
+    return chosen.gather(gather_list, tensor, root, async_op, timeout)
 
 
 @eager
@@ -219,7 +220,7 @@ def scatter(
     if chosen is None:
         return None
     return chosen.scatter(
-        tensor, scatter_list, root_rank(chosen, src, group_src, "scatter", "src", 0), async_op, timeout
+        tensor, scatter_list, chosen.rank_map.root_rank(src, group_src, "scatter", "src", 0), async_op, timeout
     )
 
 
@@ -299,7 +300,8 @@ def all_gather_into_tensor(
         return None
     if async_op is False and timeout is None and chosen.try_fast_all_gather(output_tensor, input_tensor):
         return None
-    parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen, "all_gather_into_tensor", "output_tensor")
+    count = input_tensor.numel()
+    parts = parts_by_rank(output_tensor, count, chosen.rank_map, "all_gather_into_tensor", "output_tensor")
     work = chosen.all_gather(parts, input_tensor, async_op, timeout, wire)
     return join_works([work], "all_gather_into_tensor", [output_tensor])
 
@@ -371,7 +373,7 @@ def reduce_scatter_tensor(
         return None
     if async_op is False and timeout is None and chosen.try_fast_reduce_scatter(output, input, op):
         return None
-    parts = parts_by_rank(input, output.numel(), chosen, "reduce_scatter_tensor", "input")
+    parts = parts_by_rank(input, output.numel(), chosen.rank_map, "reduce_scatter_tensor", "input")
     return chosen.reduce_scatter(output, parts, op, async_op, timeout, wire)
 
 

@@ -21,7 +21,6 @@ import torch
 
 from paceline import _core
 from paceline.comm.engine.channel import DTYPE_CODES, PremulSum, ReduceOp, Reduction
-from paceline.comm.group.call_plan import root_rank
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
@@ -75,7 +74,7 @@ def broadcast_multigpu(
     if chosen is None:
         return None
     _require_alike(tensor_list, call, "tensor_list")
-    root = root_rank(chosen, src, None, call, "src")
+    root = chosen.rank_map.root_rank(src, None, call, "src")
     through = _pick(tensor_list, src_tensor, call, "src_tensor") if chosen.rank() == root else tensor_list[0]
     work = chosen.broadcast(through, root, async_op, timeout)
     return join_works([work], call, tensor_list, lambda: _spread(through, tensor_list))
@@ -117,7 +116,7 @@ def reduce_multigpu(
     if chosen is None:
         return None
     _require_alike(tensor_list, call, "tensor_list")
-    root = root_rank(chosen, dst, None, call, "dst")
+    root = chosen.rank_map.root_rank(dst, None, call, "dst")
     total = reduce_locally(tensor_list, op, call)
     reduced, works, divide = _with_members(chosen, total, len(tensor_list), op, async_op, timeout)
     into = [_pick(tensor_list, dst_tensor, call, "dst_tensor")] if chosen.rank() == root else []

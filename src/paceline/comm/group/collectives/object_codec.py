@@ -40,7 +40,7 @@ import torch
 
 from paceline.comm.engine.adapters.device_streams import accelerator_in_use, current_accelerator
 from paceline.comm.engine.channel import DTYPE_CODES, byte_view
-from paceline.comm.group.variable_size import as_memory, as_tensor
+from paceline.comm.group.buffers import as_memory, as_tensor
 
 MAX_DEPTH = 128
 

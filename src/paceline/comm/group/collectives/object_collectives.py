@@ -28,20 +28,12 @@ from typing import Any
 
 import torch
 
-from paceline.comm.group.call_plan import root_rank
+from paceline.comm.group.buffers import as_memory, as_tensor, empty_buffers
 from paceline.comm.group.collectives.object_codec import EncodedObject, MalformedPayload, PickleRefused, decode, encode
 from paceline.comm.group.collectives.point_to_point import peer_rank, receive_from_any
 from paceline.comm.group.default import Group, get_global_rank, resolve
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.comm.group.variable_size import (
-    all_gather_pieces,
-    as_memory,
-    as_tensor,
-    empty_buffers,
-    gather_pieces,
-    scatter_pieces,
-)
 from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError, CollectiveObjectError
 
@@ -71,8 +63,8 @@ def all_gather_object(
     _require_entries(object_list, chosen.size(), call, "object_list", "one for each rank")
     outgoing = OutgoingObjects(chosen, call, [obj], "obj", allow_pickle)
     incoming = _announce_to_all(chosen, call, outgoing, timeout)
-    all_gather_pieces(chosen, outgoing.heads, [sender.head_buffers() for sender in incoming], timeout)
-    all_gather_pieces(chosen, outgoing.buffers[0], [sender.data_buffers() for sender in incoming], timeout)
+    _all_gather(chosen, outgoing.heads, [sender.head_buffers() for sender in incoming], timeout)
+    _all_gather(chosen, outgoing.buffers[0], [sender.data_buffers() for sender in incoming], timeout)
     object_list[:] = [sender.objects(allow_pickle)[0] for sender in incoming]
 
 
@@ -98,7 +90,7 @@ def gather_object(
     chosen = resolve(group, "gather_object")
     if chosen is None:
         return
-    root = root_rank(chosen, dst, group_dst, call, "dst", 0)
+    root = chosen.rank_map.root_rank(dst, group_dst, call, "dst", 0)
     is_root = chosen.rank() == root
     if (object_gather_list is not None) != is_root:
         raise ValueError(
@@ -110,8 +102,8 @@ def gather_object(
     outgoing = OutgoingObjects(chosen, call, [obj], "obj", allow_pickle)
     incoming = _announce_to_all(chosen, call, outgoing, timeout)  # if one rank cannot send, all ranks must raise
     received = incoming if is_root else []
-    gather_pieces(chosen, outgoing.heads, [sender.head_buffers() for sender in received], root, timeout)
-    gather_pieces(chosen, outgoing.buffers[0], [sender.data_buffers() for sender in received], root, timeout)
+    _gather(chosen, outgoing.heads, [sender.head_buffers() for sender in received], root, timeout)
+    _gather(chosen, outgoing.buffers[0], [sender.data_buffers() for sender in received], root, timeout)
     if object_gather_list is not None:
         object_gather_list[:] = [sender.objects(allow_pickle)[0] for sender in incoming]
 
@@ -138,7 +130,7 @@ def broadcast_object_list(
     if chosen is None:
         return
     require_cpu(device, call)
-    root = root_rank(chosen, src, group_src, call, "src", 0)
+    root = chosen.rank_map.root_rank(src, group_src, call, "src", 0)
     outgoing = None
     announcement = announcement_for(len(object_list))
     if chosen.rank() == root:
@@ -184,7 +176,7 @@ def scatter_object_list(
     chosen = resolve(group, "scatter_object_list")
     if chosen is None:
         return
-    root = root_rank(chosen, src, group_src, call, "src", 0)
+    root = chosen.rank_map.root_rank(src, group_src, call, "src", 0)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ValueError(f"{call}: scatter_object_output_list must be a list with at least one entry, for the object")
     announcement = announcement_for(chosen.size())
@@ -199,8 +191,8 @@ def scatter_object_list(
         raise outgoing.error
     incoming = IncomingObjects(chosen, call, root, announcement.view(-1, 2)[chosen.rank()])
     heads = [[head] for head in outgoing.heads] if outgoing is not None else []
-    scatter_pieces(chosen, heads, incoming.head_buffers(), root, timeout)
-    scatter_pieces(chosen, outgoing.buffers if outgoing is not None else [], incoming.data_buffers(), root, timeout)
+    _scatter(chosen, heads, incoming.head_buffers(), root, timeout)
+    _scatter(chosen, outgoing.buffers if outgoing is not None else [], incoming.data_buffers(), root, timeout)
     scatter_object_output_list[0] = incoming.objects(allow_pickle)[0]
 
 
@@ -411,6 +403,43 @@ def _announce_to_all(
 def _broadcast(group: ProcessGroup, pieces: list[torch.Tensor], root: int, timeout: Timeout | None) -> None:
     if pieces:
         group.broadcast(pieces, root, timeout=timeout)
+
+
+def _all_gather(
+    group: ProcessGroup,
+    mine: Sequence[torch.Tensor],
+    received: Sequence[Sequence[torch.Tensor]],
+    timeout: Timeout | None,
+) -> None:
+    """Gathers every rank's pieces on all ranks; `received[r]` receives rank r's pieces."""
+    if any(piece.numel() for pieces in received for piece in pieces):
+        group.all_gather(received, mine, timeout=timeout)
+
+
+def _gather(
+    group: ProcessGroup,
+    mine: Sequence[torch.Tensor],
+    received: Sequence[Sequence[torch.Tensor]],
+    root: int,
+    timeout: Timeout | None,
+) -> None:
+    """Gathers every rank's pieces into the root's `received`, in rank order; `received` is empty on other ranks."""
+    nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
+    inputs = [mine if rank == root else [] for rank in range(group.size())]
+    group.all_to_all(received if group.rank() == root else nothing, inputs, timeout=timeout)
+
+
+def _scatter(
+    group: ProcessGroup,
+    pieces: Sequence[Sequence[torch.Tensor]],
+    received: Sequence[torch.Tensor],
+    root: int,
+    timeout: Timeout | None,
+) -> None:
+    """Sends the root's `pieces[r]` to rank r's `received`; `pieces` is empty on other ranks."""
+    nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
+    outputs = [received if rank == root else [] for rank in range(group.size())]
+    group.all_to_all(outputs, pieces if group.rank() == root else nothing, timeout=timeout)
 
 
 def require_cpu(device: torch.device | str | None, call: str) -> None:

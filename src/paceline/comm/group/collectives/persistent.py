@@ -35,7 +35,6 @@ from paceline.comm.group.call_plan import (
     plan_reduce,
     plan_reduce_scatter,
     plan_scatter,
-    root_rank,
     rows_by_rank,
 )
 from paceline.comm.group.collectives.point_to_point import peer_rank
@@ -334,7 +333,7 @@ def all_gather_into_tensor_init(
     if chosen is None:
         return no_op_call("all_gather_into_tensor")
     name = "all_gather_into_tensor"
-    parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen, name, "output_tensor")
+    parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen.rank_map, name, "output_tensor")
     return _all_gather(name, chosen, parts, input_tensor, timeout, output_tensor)
 
 
@@ -346,7 +345,7 @@ def _all_gather(
     timeout: Timeout | None,
     *whole: torch.Tensor,
 ) -> PersistentCall:
-    plan = plan_all_gather(group, outputs, tensor, group.timeout_ns)
+    plan = plan_all_gather(group.rank_map, outputs, tensor, group.timeout_ns)
 
     def make(async_op: bool) -> Work | None:
         return group.all_gather(outputs, tensor, async_op, timeout)
@@ -379,7 +378,7 @@ def reduce_scatter_tensor_init(
     chosen = resolve(group, "reduce_scatter_tensor_init")
     if chosen is None:
         return no_op_call("reduce_scatter_tensor")
-    parts = parts_by_rank(input, output.numel(), chosen, "reduce_scatter_tensor", "input")
+    parts = parts_by_rank(input, output.numel(), chosen.rank_map, "reduce_scatter_tensor", "input")
     return _reduce_scatter("reduce_scatter_tensor", chosen, output, parts, op, timeout, input)
 
 
@@ -396,9 +395,9 @@ def _reduce_scatter(
         return group.reduce_scatter(output, inputs, op, async_op, timeout)
 
     tensors = [*whole, *all_tensors([output, *inputs])]
-    if are_uneven(inputs, group, name):
+    if are_uneven(inputs, group.rank_map, name):
         return RepeatedCall(name, make, tensors)
-    plan = plan_reduce_scatter(group, output, inputs, op, group.timeout_ns)
+    plan = plan_reduce_scatter(group.rank_map, output, inputs, op, group.timeout_ns)
     return prepared_call(name, group, plan, make, tensors, timeout)
 
 
@@ -427,8 +426,8 @@ def all_to_all_single_init(
     chosen = resolve(group, "all_to_all_single_init")
     if chosen is None:
         return no_op_call("all_to_all_single")
-    outputs = rows_by_rank(output, output_split_sizes or None, chosen, "all_to_all_single", "output")
-    inputs = rows_by_rank(input, input_split_sizes or None, chosen, "all_to_all_single", "input")
+    outputs = rows_by_rank(output, output_split_sizes or None, chosen.rank_map, "all_to_all_single", "output")
+    inputs = rows_by_rank(input, input_split_sizes or None, chosen.rank_map, "all_to_all_single", "input")
     return _all_to_all("all_to_all_single", chosen, outputs, inputs, timeout, output, input)
 
 
@@ -440,7 +439,7 @@ def _all_to_all(
     timeout: Timeout | None,
     *whole: torch.Tensor,
 ) -> PersistentCall:
-    plan = plan_all_to_all(group, outputs, inputs, group.timeout_ns)
+    plan = plan_all_to_all(group.rank_map, outputs, inputs, group.timeout_ns)
 
     def make(async_op: bool) -> Work | None:
         return group.all_to_all(outputs, inputs, async_op, timeout)
@@ -471,7 +470,7 @@ def broadcast_init(
     chosen = resolve(group, "broadcast_init")
     if chosen is None:
         return no_op_call("broadcast")
-    root = root_rank(chosen, src, group_src, "broadcast", "src")
+    root = chosen.rank_map.root_rank(src, group_src, "broadcast", "src")
     plan = plan_broadcast(tensor, root, chosen.timeout_ns)
 
     def make(async_op: bool) -> Work | None:
@@ -492,8 +491,8 @@ def reduce_init(
     chosen = resolve(group, "reduce_init")
     if chosen is None:
         return no_op_call("reduce")
-    root = root_rank(chosen, dst, group_dst, "reduce", "dst")
-    plan = plan_reduce(chosen, tensor, root, op, chosen.timeout_ns)
+    root = chosen.rank_map.root_rank(dst, group_dst, "reduce", "dst")
+    plan = plan_reduce(chosen.rank_map, tensor, root, op, chosen.timeout_ns)
 
     def make(async_op: bool) -> Work | None:
         return chosen.reduce(tensor, root, op, async_op, timeout)
@@ -513,8 +512,8 @@ def gather_init(
     chosen = resolve(group, "gather_init")
     if chosen is None:
         return no_op_call("gather")
-    root = root_rank(chosen, dst, group_dst, "gather", "dst", 0)
-    plan = plan_gather(chosen, gather_list, tensor, root, chosen.timeout_ns)
+    root = chosen.rank_map.root_rank(dst, group_dst, "gather", "dst", 0)
+    plan = plan_gather(chosen.rank_map, gather_list, tensor, root, chosen.timeout_ns)
 
     def make(async_op: bool) -> Work | None:
         return chosen.gather(gather_list, tensor, root, async_op, timeout)
@@ -534,8 +533,8 @@ def scatter_init(
     chosen = resolve(group, "scatter_init")
     if chosen is None:
         return no_op_call("scatter")
-    root = root_rank(chosen, src, group_src, "scatter", "src", 0)
-    plan = plan_scatter(chosen, tensor, scatter_list, root, chosen.timeout_ns)
+    root = chosen.rank_map.root_rank(src, group_src, "scatter", "src", 0)
+    plan = plan_scatter(chosen.rank_map, tensor, scatter_list, root, chosen.timeout_ns)
 
     def make(async_op: bool) -> Work | None:
         return chosen.scatter(tensor, scatter_list, root, async_op, timeout)

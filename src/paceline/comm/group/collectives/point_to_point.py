@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.comm.group.buffers import Tensors, as_list, count_elements
-from paceline.comm.group.call_plan import checked_tag, require_peer, root_rank
+from paceline.comm.group.call_plan import checked_tag
 from paceline.comm.group.default import Group, get_global_rank, resolve
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ANY_SOURCE, ProcessGroup
@@ -195,8 +195,8 @@ def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, cal
     Raises:
         ValueError: the peer is this rank, or is invalid (see `root_rank`).
     """
-    peer = root_rank(group, rank, group_rank, call, name)
-    require_peer(group, peer, call, name)
+    peer = group.rank_map.root_rank(rank, group_rank, call, name)
+    group.rank_map.require_peer(peer, call, name)
     return peer
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from paceline.comm.group.buffers import as_memory, empty_buffers
 from paceline.comm.group.collectives.object_codec import MalformedPayload, decode
-from paceline.comm.group.variable_size import as_memory, empty_buffers
 from paceline.comm.one_port.dialer import dial
 from paceline.comm.security.encryption import Connection
 from paceline.comm.security.handshake import PeerHello, encrypt_as_client, prove

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.comm.engine.network_settings import own_address
+from paceline.comm.group.buffers import as_memory
 from paceline.comm.group.collectives.object_codec import encode
-from paceline.comm.group.variable_size import as_memory
 from paceline.comm.security.authenticated_listener import ListeningEndpoint
 from paceline.comm.security.encryption import identity_of
 from paceline.comm.security.secret import chosen_level, derive_key, job_secret

@@ -16,11 +16,11 @@ import msgspec
 import torch
 
 from paceline.comm.engine.api import KnownCosts
+from paceline.comm.group.buffers import as_memory, as_tensor
 from paceline.comm.group.default import World, become_observer, leave
 from paceline.comm.group.engines import agreed_identity
 from paceline.comm.group.init import GroupOptions, form_apart, make_default
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.comm.group.variable_size import as_memory, as_tensor
 from paceline.comm.rendezvous.environment import open_store, open_store_at
 from paceline.comm.store.store import PrefixStore, Store
 from paceline.errors import (
