@@ -9,11 +9,12 @@
 // releases, so a rank that reads `left` or `lost` also sees all data that the other rank published before. A rank marks
 // itself as `left`. Any rank that finds the futexes of another rank orphaned marks that rank as `lost`.
 //
-// Robust futexes reveal deaths quickly. The kernel closes the sockets of a dying process only after freeing its memory,
-// which takes a second for 4 GiB. Before that, it walks each thread's list of robust futexes (man 2 get_robust_list),
-// marks every futex as orphaned and wakes one waiter per futex. One thread on every rank therefore holds the futexes in
-// the rank's entry, one for each of the kMaxWatchers preceding ranks. A thread cannot wait on many more futexes. Each
-// of the preceding ranks reports the death to all others.
+// With robust futexes, the death of a process is detected quickly. The kernel closes the sockets of a dying process
+// only after freeing its memory, which takes a second for 4 GiB. Before that, it walks each thread's list of robust
+// futexes (man 2 get_robust_list), marks every futex as orphaned and wakes one waiter per futex. One thread on every
+// rank therefore holds the futexes in the rank's entry, one for each of the kMaxWatchers preceding ranks. kMaxWatchers
+// is close to the number of futexes that a thread can wait on. Each of the preceding ranks reports the death to all
+// others.
 #pragma once
 
 #include <linux/futex.h>

@@ -14,7 +14,7 @@ namespace paceline::store {
 class Table {
   public:
     // Applies a request. Returns the answer, or nullopt if the request must wait for a key. Appends the keys that were
-    // created or extended to `changed`; other requests may wait for them.
+    // created or extended to `changed`, because other requests may be waiting for them.
     std::optional<Message> apply(const Message& request, std::vector<std::string>& changed);
 
     // Returns true if `key` exists for operation `op`: as a value, as a queue, or as either (wait and check).

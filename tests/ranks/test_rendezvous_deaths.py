@@ -117,7 +117,7 @@ def test_the_death_of_the_rank_that_serves_is_told(ranks: type[Ranks], tmp_path:
     place = f"127.0.0.1:{reserved_port()}"
     with ranks(4).start(_serve_or_stay_away, place, str(tmp_path)) as world:
         _await([tmp_path / f"came-{rank}" for rank in (0, 1, 2)])
-        # Connected ranks that sleep are waiting for the last rank, and open no further connections.
+        # Connected ranks that are asleep are waiting for the last rank, and open no further connections.
         port = int(place.rpartition(":")[2])
         wait_until(lambda: connections_to(port) >= 2 and sleep_for_a_while(*world.pids[:3]))
         world.kill(0)

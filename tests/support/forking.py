@@ -22,7 +22,7 @@ if _OWN in os.environ:  # this process is the server, which has found this modul
     _take_back_path()
     gc.disable()  # the imported modules are not garbage
 
-# Modules that are slow to import, and modules that nearly every rank uses, starting with the modules of the tests.
+# Modules that are slow to import or that nearly every rank uses. The suite's own modules come first.
 # torch itself would import torch.distributed.tensor and torch._dynamo when a rank first compares tensors or constructs
 # an optimizer, which takes 1.5 s.
 _IMPORTED = [

@@ -213,7 +213,7 @@ def test_a_chinese_page_has_the_same_code():
 
 
 def test_the_chinese_terms_are_those_of_the_glossary():
-    """The English glossary lists the Chinese terms; in the Chinese one, each of them begins a row."""
+    """Each Chinese term in the English glossary is the first entry of a row in the Chinese glossary."""
     terms = [row.split("|")[2] for row in re.findall(r"^\|.+", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)]
     asked = {term.strip() for cell in terms for term in cell.split("、")} - {"Chinese", "---"}
     chinese = (CHINESE / "glossary.md").read_text()

@@ -179,7 +179,7 @@ def forwarded_variables(environment: Mapping[str, str], exported: Mapping[str, s
 
 
 class SshLauncher:
-    """Runs a job's launchers as child processes, which are stopped when the `with` block is left."""
+    """Runs a job's launchers as child processes, and stops them when the `with` block exits."""
 
     def __init__(
         self,

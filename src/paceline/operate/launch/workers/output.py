@@ -259,7 +259,7 @@ class Console:
         return self._screens[fd].above if fd in self._screens else self._writer(fd)
 
     def _writer(self, fd: int) -> Write:
-        """Returns a function that writes to `fd`, and silently discards data once the reader has closed it."""
+        """Returns a function that writes to `fd` and silently discards the data once the reader has closed its end."""
 
         def write(data: bytes) -> None:
             self._latest.extend(data.rstrip().rsplit(b"\n", _LINES_IN_VIEW)[-_LINES_IN_VIEW:])

@@ -87,7 +87,7 @@ def test_binding_modes(system):
 
 
 def quota_in(root: Path, membership: str, **limits: str) -> float:
-    """Creates the files that describe a process in a cgroup (`limits` by path), and returns the quota."""
+    """Creates the files that describe a process in a cgroup and returns the quota; `limits` maps paths to contents."""
     files = {"proc/self/cgroup": membership, **{f"sys/fs/cgroup/{name}": text for name, text in limits.items()}}
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
