@@ -38,7 +38,7 @@ _GIB, _MIB = 1 << 30, 1 << 20
 
 
 def show(draw: Draw, every_s: float, is_once: bool) -> None:
-    """Prints the lines from `draw` every `every_s` seconds until the user types q or Ctrl-C, or only once."""
+    """Prints the lines from `draw` once, or every `every_s` seconds until the user presses q or Ctrl-C."""
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     width, height = shutil.get_terminal_size(_SIZE) if is_terminal else _SIZE
     if is_once or not is_terminal:

@@ -53,7 +53,7 @@ _HEAD = struct.Struct("<Q")
 
 
 class OutOfReachError(Exception):
-    """Raised if the job has ended, or if this user may not read its recordings."""
+    """Raised if the job has ended, or if this user is not permitted to read its recordings."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def _job(directory: Path) -> dict[str, Any]:
 
 
 def _events(directory: Path, ended_s: float, now_s: float) -> Iterator[JobEvent]:
-    """Yields the launcher's events. `now_s` (on the job's clock) and `ended_s` (time of day) are the same instant."""
+    """Yields the launcher's events. `now_s` (on the job's clock) and `ended_s` (time of day) denote one instant."""
     for path in files_of_job(directory, EVENTS_FILE):
         formatter = EventFormatter()
         for text in path.read_text(errors="replace").splitlines():

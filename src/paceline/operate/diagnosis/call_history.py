@@ -102,7 +102,7 @@ def difference(calls: Mapping[int, Sequence[RankCall]], first: int = 0) -> CallM
 
     Args:
         calls: the calls of each rank in the group, oldest first. The ranks' lists may cover different ranges of calls.
-        first: the number of the first compared call.
+        first: the number of the first call to compare.
     """
     histories = {rank: {call.sequence: call for call in own} for rank, own in calls.items() if own}
     if len(histories) < 2:

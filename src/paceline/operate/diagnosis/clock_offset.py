@@ -98,7 +98,7 @@ def aligned(ranks: Sequence[RankState], clocks: Sequence[str]) -> list[RankState
 
 
 def _offset_s(reference: RankState, other: RankState) -> float:
-    """Returns the seconds to add to the other rank's times so that the calls that both ranks made end together."""
+    """Returns the seconds to add to the other rank's times so that calls made by both ranks end simultaneously."""
     mine, theirs = _ends(reference.calls), _ends(other.calls)
     from statistics import median  # slow to import, and only needed here
 

@@ -250,7 +250,7 @@ def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
 
 
 def _crashed_in_mismatch(snapshot: JobSnapshot) -> Diagnosis | None:
-    """Diagnoses a process that a library terminated because the ranks' calls do not match, as gloo does."""
+    """Diagnoses a process that a library such as gloo terminated because the ranks' calls did not match."""
     crashed = [
         rank
         for rank in snapshot.ranks
@@ -336,7 +336,7 @@ def _deadlocked(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
 
 
 def _blocked(snapshot: JobSnapshot) -> dict[int, bool]:
-    """Returns True if each rank is blocked in a call. Ranks with an unknown location are assumed to be blocked."""
+    """Returns whether each rank is blocked in a call. Ranks with an unknown location are assumed to be blocked."""
     return {rank.rank: rank.place is None or rank.place.is_call for rank in snapshot.ranks}
 
 
@@ -468,7 +468,7 @@ def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
 
 
 def _disagreed(snapshot: JobSnapshot) -> Diagnosis | None:
-    """Describes an error that all ranks raise because the arguments of a Paceline object differ, such as the models."""
+    """Describes an error on all ranks, which passed different arguments, such as models, to a Paceline object."""
     failed = [
         rank
         for rank in snapshot.ranks

@@ -32,7 +32,7 @@ class RankCall:
     """A call made by a rank in a group.
 
     Attributes:
-        group: the identity of the group, equal on all of its ranks. Error messages use `GroupMembership.name` instead.
+        group: the identity of the group, the same on all its ranks. Error messages use `GroupMembership.name` instead.
         sequence: the number of the call in the group, from 1; 0 for messages and for the formation of the group.
         header: the arguments of the call.
         arrived_s: the time at which the rank made the call.
@@ -233,7 +233,7 @@ class RankExitStatus:
         at_s: the time of the exit.
         how: a short description of the exit.
         line: the line in the user's program that raised an exception, or "".
-        handled: the exception that the program was handling when it raised this one, or "".
+        handled: the exception that was being handled when the rank's final exception was raised, or "".
     """
 
     manner: ExitReason

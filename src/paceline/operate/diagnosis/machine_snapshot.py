@@ -120,7 +120,7 @@ def snapshot_if_stalled(
 
 
 def _waits_too_long(worker: WatchedWorker, patience: StallThreshold) -> bool:
-    """Returns True if a worker is in an overdue call or wait. Takes little time if the worker is in neither."""
+    """Returns True if a worker is in an overdue call or wait. This check is cheap if the worker is in neither."""
     if worker.recording is None or not has_open_waits(worker.recording):
         return False
     return overdue_since_s(_recorded(worker), time.monotonic(), patience) is not None
@@ -152,7 +152,7 @@ def _recorded(worker: WatchedWorker, most_calls: int = MOST_CALLS) -> RankState:
 
 
 def _stalled_since_s(ranks: Sequence[RankState], patience: StallThreshold, may_be_idle: bool) -> float | None:
-    """Returns the start time of the longest overdue wait; without one, the time since which all ranks are idle."""
+    """Returns the start time of the longest overdue wait; if none, the time since which all ranks have been idle."""
     now_s = time.monotonic()
     began_s = [since_s for rank in ranks if (since_s := overdue_since_s(rank, now_s, patience)) is not None]
     if began_s:

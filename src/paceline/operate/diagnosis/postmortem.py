@@ -1,4 +1,4 @@
-"""State of a job that has ended, read from those of its recordings, stall snapshots and failure files that exist."""
+"""State of a job that has ended, read from its recordings, stall snapshots and failure files. Files may be missing."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def _latest(recordings: Sequence[ProcessRecording]) -> list[ProcessRecording]:
 
 
 def _ending(rank: RankState, ranks: Sequence[RankState], recording: ProcessRecording) -> RankExitStatus | None:
-    """Infers the exit of a rank without a failure file from the other ranks' calls; returns None if that is impossible.
+    """Infers from the other ranks' calls how a rank without a failure file exited; returns None if this is impossible.
 
-    The result uses the time of day, like the launcher's files.
+    The result contains the time of day, as the launcher's files do.
     """
     failed = [call for call in rank.calls if call.is_open and call.ended_s is not None]
     at_s = recording.clock.realtime_ns(recording.written_ns or recording.started_ns) * 1e-9

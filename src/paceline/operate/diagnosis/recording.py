@@ -97,7 +97,7 @@ class GroupRecord:
     Attributes:
         serial: the number of the group in its process, starting at 1. `CallRecord.group` contains this number.
         name: "default", or the name assigned by `new_group`.
-        identity: a number that is equal on all members of the group.
+        identity: a number that is the same on all members of the group.
         engine: the name of the engine that runs the group's calls.
         size: the number of members.
         rank: this process's rank in the group.
@@ -118,7 +118,7 @@ class GroupRecord:
 
     @property
     def key(self) -> str:
-        """The group identity and the device type, equal on all members. Each device type has its own call numbers."""
+        """The group identity and device type, the same on all members. Each device type has its own call numbers."""
         _, on, device = self.engine.rpartition(" on ")
         return f"{self.identity:x} on {device}" if on and device != "cpu" else f"{self.identity:x}"
 
@@ -135,7 +135,7 @@ class CallRecord:
     Attributes:
         index: the number of the call in its process.
         group: the serial of its group.
-        sequence: the number of the collective in its group, starting at 1 and equal on all ranks; 0 for messages
+        sequence: the number of the collective in its group, starting at 1, the same on all ranks; 0 for messages
             and for the formation of the group, which is recorded as the call `new_group`.
         operation, dtype: the names of the operation and of the data type, such as "all_reduce" and "float32".
         count: the number of tensor elements.

@@ -172,7 +172,7 @@ def read_directory(directory: str | os.PathLike[str]) -> list[ProcessRecording]:
 def read_aligned(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[ProcessRecording], int | None]:
     """Reads the recordings of one job, ordered by rank and converted to one clock.
 
-    The clock belongs to the machine that ran the rendezvous of the launchers. The second result is the maximum error of
+    The clock belongs to the machine that hosted the launchers' rendezvous. The second result is the maximum error of
     the times, in nanoseconds. It is None if a launcher did not save its clock offset. In this case, the recordings are
     aligned by their hosts' time of day, whose error is unbounded.
 
@@ -521,7 +521,7 @@ def _traffic(recording: ProcessRecording) -> tuple[PeerTraffic, ...]:
 
 
 def _since_s(recording: ProcessRecording) -> float | None:
-    """Returns the latest time at which a call ended or an open wait began, else the recording's start time."""
+    """Returns the latest time at which a call ended or an open wait began, or else the recording's start time."""
     ends = [call.ended_ns for call in recording.calls if call.ended_ns is not None]
     begun = [event.start_ns for event in recording.open_events() if event.kind in _WAITS]
     known = [*ends, *begun] or [recording.started_ns]

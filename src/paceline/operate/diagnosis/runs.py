@@ -47,10 +47,10 @@ class JobRun:
 
     Attributes:
         id: the name of the job's directory.
-        job: the name of the job, equal on all machines.
+        job: the name of the job, the same on all machines.
         workers: the number of workers on this machine.
         state: the status of the job; `exit_code` is None while it runs.
-        clock: the offset to the clock of the machine that ran the rendezvous of the launchers; None while the job runs,
+        clock: the offset to the clock of the machine that hosted the launchers' rendezvous; None while the job runs,
             or if unknown.
         pid: the launcher's process id.
         world_size: the total number of ranks on all machines; 0 if unknown.
@@ -83,7 +83,7 @@ def files_of_job(directory: str | os.PathLike[str], pattern: str) -> list[Path]:
     """Returns the files of a job whose names match a pattern, sorted.
 
     Searches the job's directory and its subdirectories for attempts and ranks. The directory may also contain one such
-    job directory for each machine. Other subdirectories are not searched, because the user may have passed a wrong
+    job directory for each machine. Other subdirectories are not searched, because the user may have passed the wrong
     directory, such as a home directory.
     """
     levels = ("", "*/", "attempt_*/*/", "*/attempt_*/*/")

@@ -118,7 +118,7 @@ def overdue_since_s(rank: RankState, now_s: float, patience: StallThreshold) -> 
 
 @dataclass
 class ActivityTracker:
-    """Tracks the time of each worker's latest record, so that only the recordings of quiet workers must be read."""
+    """Tracks the time of each worker's latest record, so that only the recordings of quiet workers need to be read."""
 
     quiet_since_s: dict[int, float] = field(default_factory=dict)
     _ticks: dict[int, int] = field(default_factory=dict)

@@ -342,7 +342,7 @@ def _send_by_number(pid: int) -> bool:
 
 
 def _frames_of_other_thread(pid: int, file: int, deadline_s: float) -> tuple[Frame, ...]:
-    """Returns the frames of the first other thread that runs the user's code and is not waiting for a thread."""
+    """Returns the frames of the first other thread that runs the user's code and is not waiting for another."""
     try:
         tgkill = ctypes.CDLL(None).tgkill
     except AttributeError:  # an older C library lacks the function

@@ -159,7 +159,7 @@ def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: 
 
 
 def _check_chaos(chaos: Chaos, workers: int) -> None:
-    """Raises an error if a single machine with `workers` workers does not permit the chaos actions."""
+    """Raises an error if the chaos actions are impossible on a single machine with `workers` workers."""
     if chaos.cuts:
         raise OptionError(
             "--chaos cut needs several machines: workers on one machine communicate through shared memory, so there "

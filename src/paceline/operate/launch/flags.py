@@ -45,7 +45,7 @@ _WORD = re.compile(r"[A-Za-z][\w-]*")
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors explain the mistake, suggest the most similar flag, and point to `--help`.
 
-    Errors exit with code 2.
+    On an error, the program exits with code 2.
     """
 
     whole: Callable[[], argparse.ArgumentParser] | None = None  # creates the parser for all commands

@@ -46,7 +46,7 @@ EventListener = Callable[[str, dict[str, Fact]], None]
 # A worker must not be able to shrink memory that the launcher maps.
 _SEALS = linux.F_SEAL_SEAL | linux.F_SEAL_SHRINK | linux.F_SEAL_GROW
 _FAST = 1  # zlib's fastest compression level
-_MOST_FILES = 256  # maximum number of recordings per job; in a long elastic job, many workers die
+_MOST_FILES = 256  # maximum number of recordings per job, because many workers may die in a long elastic job
 _SECRET = re.compile(r"token|secret|passw|passphrase|credential|api.?key|auth", re.IGNORECASE)
 _HIDDEN = "***"
 _MOST_OF_A_NAME = 40
@@ -236,7 +236,7 @@ class JobRecordings:
         self._written: deque[Path] = deque()
 
     def new(self, attempt: int, rank: int) -> RecordingMemory | None:
-        """Allocates memory for a worker; returns None if recording is disabled or no file descriptor is available."""
+        """Allocates a recording's memory; returns None if recording is disabled or no file descriptor is available."""
         if is_switched_off():
             return None
         directory = self._directory

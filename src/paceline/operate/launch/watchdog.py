@@ -45,9 +45,9 @@ class Watchdog:
     Args:
         stall_after_s: The duration in seconds after which a call counts as stalled; 0 turns the watchdog off.
         workers: A function that returns the running workers.
-        report: A function called with each snapshot as JSON and a flag that is True if a failure was the reason. When
-            workers resume after a reported stall, the function is called with "". `tick` and `collect` call the
-            function on the launcher's thread.
+        report: A function called with each snapshot as JSON and a flag that is True if the snapshot was taken because
+            of a failure. When workers resume after a reported stall, the function is called with "". `tick` and
+            `collect` call the function on the launcher's thread.
     """
 
     def __init__(

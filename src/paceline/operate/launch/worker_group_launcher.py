@@ -70,7 +70,7 @@ def run(job: Job, listener: ListeningEndpoint | None = None, secret: bytes | Non
             environment or, under Slurm, the secret created by launcher 0.
 
     Raises:
-        PacelineError, ValueError: the rendezvous of machines failed.
+        PacelineError, ValueError: the machines' rendezvous failed.
     """
     cleanup = Cleanup()
     try:

@@ -65,7 +65,7 @@ def goodput(
     """Computes the goodput of a job by simulating it `jobs` times.
 
     Raises:
-        ValueError: a time is out of range; the message contains the field.
+        ValueError: a time is out of range; the message names the field.
     """
     if (problem := times.problem()) is not None:
         raise ValueError(problem)

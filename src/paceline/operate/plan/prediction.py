@@ -3,7 +3,7 @@
 A step takes as long as its slowest rank. Each rank's time is drawn from the measured times, and the largest of n draws
 is below the q^(1/n) quantile of the measured times with probability q. The interval from `low_s` to `high_s` combines
 this variation with two other uncertainties: a later run on the same machine differs from the measured run, and a call
-differs from its simulation. The step is predicted with each input changed alone, and the deviations are added in
+differs from its simulation. The step is predicted with one input changed at a time, and the deviations are added in
 quadrature (JCGM 100:2008, 5.1). If the combined deviation exceeds the duration of the step, `low_s` is the duration
 with all inputs changed at once, which is positive.
 

@@ -287,7 +287,7 @@ class RankInterpreter:
                     self.assign(operand, known(False))
 
     def _narrow_wrapped(self, test: ast.expr, outcome: bool) -> None:
-        """Restricts a model that may be wrapped to the alternatives that `hasattr` or `isinstance` leave."""
+        """Narrows a possibly wrapped model to the alternatives that a `hasattr` or `isinstance` test leaves."""
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 self._narrow_wrapped(operand, not outcome)
@@ -333,7 +333,7 @@ class RankInterpreter:
         return flows[0] | flows[1], condition
 
     def _decided(self) -> Iterator[PathCondition]:
-        """Yields the tests on the path to here, and the operands of `and` and `or` that their outcomes determine."""
+        """Yields the tests on the current path, and the operands of `and` and `or` that their outcomes determine."""
         for condition in [*self._conditions_of_starter, *self.path.conditions]:
             yield condition
             test = getattr(condition.node, "test", None)
@@ -549,7 +549,7 @@ class RankInterpreter:
             return result
         names = {each.rpartition(".")[2] for each in function.decorators}
         if is_repeated and names & {"cache", "lru_cache"}:
-            return result  # a cached function may not run again
+            return result  # a cached function might not run again
         once = bool(names & _RUN_ONCE)
         if once and self.identity.rank != 0:
             return known(None, frozenset({Fact.RANK}))

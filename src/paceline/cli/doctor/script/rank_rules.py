@@ -68,7 +68,8 @@ def collectives(job: JobTrace) -> Iterator[Diagnostic]:
 def _balanced(job: JobTrace, phase: str) -> set[ast.AST]:
     """Returns the calls that some ranks make in one place and the other ranks in another.
 
-    If only some ranks make one more call than the others, the calls of the others are not the mistake either.
+    If some ranks make more calls in total than the others, also returns the calls that only the others make, because
+    these calls are not the mistake.
     """
     numbers: dict[str, dict[ast.AST, tuple[int, ...]]] = {}
     order = {event.node: number for trace in job.traces for number, event in enumerate(trace.events)}
@@ -246,7 +247,7 @@ def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
         if event.name == "continue":
             later = [each for each in inside if each.line > event.line]
             is_endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant)
-            inside = [] if is_endless and len(later) == len(inside) else later  # the rank tries again, others wait
+            inside = [] if is_endless and len(later) == len(inside) else later  # the rank repeats, and others wait
         if event.guarded or not inside:
             continue
         present = [bool(events) for events in ranks]
@@ -339,7 +340,7 @@ def files(job: JobTrace) -> Iterator[Diagnostic]:
             name = "all-ranks-mkdir"
         else:
             before = [each for each in job.traces[0].of("download") if each.phase == "script" != job.phase]
-            uncertain |= any(each.name == event.name for each in before)  # the files exist already
+            uncertain |= any(each.name == event.name for each in before)  # the files already exist
             reason = f"{every} download the same files at the same time, and the result may be damaged"
             fix = "download on rank 0 only, then call dist.barrier(), and read the files on all ranks"
             name = "all-ranks-download"
@@ -369,7 +370,7 @@ def _same_file(events: list[TraceEvent]) -> bool:
 
 
 def _has_own_arguments(job: JobTrace, event: TraceEvent) -> bool:
-    """Returns True if the path is an argument of a script whose rank is an argument too, so that both may differ."""
+    """Returns True if the path and the rank are both arguments of the script, so each rank may use a different path."""
     for init in job.of(job.traces[0], "init"):
         owner = init.result.called.rpartition(".")[0] if init.result is not None else ""
         path = event.subject

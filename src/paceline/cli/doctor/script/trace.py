@@ -165,7 +165,7 @@ class JobTrace:
         self.is_certain = everywhere and not truncated and not any(event.kind == "rpc" for event in events)
 
     def _uses_what_connects_it(self, events: Sequence[TraceEvent]) -> bool:
-        """Returns False if a script creates an `Accelerator` or a `Fabric` for one process, such as an evaluation."""
+        """Returns False if a script creates an `Accelerator` or a `Fabric` for one process, e.g. for an evaluation."""
         inits = {event.name for event in events if event.kind == "init"}
         return not inits or not inits <= {"Accelerator", "Fabric"} or bool(self.attributes & _OF_SEVERAL_PROCESSES)
 

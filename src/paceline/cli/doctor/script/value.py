@@ -55,7 +55,7 @@ class FunctionObject:
 
     @property
     def is_nested(self) -> bool:
-        """Whether the function is nested in another function and can therefore not be imported by other processes."""
+        """Whether the function is nested in another function and therefore cannot be imported by other processes."""
         return len(self.scopes) > 1 and self.owner is None
 
     def bind(self, arguments: Sequence[AbstractValue], keywords: dict[str, AbstractValue]) -> dict[str, AbstractValue]:
@@ -174,7 +174,7 @@ class AbstractValue:
 
     @property
     def is_computed_by_a_call(self) -> bool:
-        """Whether calls return the value or its operands, so that another evaluation may give another result."""
+        """Whether calls return the value or its operands, so that evaluating it again may give a different result."""
         return bool(self.called) or any(each.is_computed_by_a_call for each in self.arguments)
 
     def is_none(self) -> bool | None:
@@ -318,7 +318,7 @@ _LOCAL_MAIN_NAME = re.compile(rf"(is_)?local_{_ROLE}(_?(process|proc|rank|worker
 
 Scope = dict[str, AbstractValue]
 Assignments = dict[tuple[int, str], tuple[Scope, AbstractValue]]
-"""The last value that a branch assigns to each variable of each scope."""
+"""The last value that a branch assigns to each variable in each scope."""
 
 _MISSING = AbstractValue("missing")
 
@@ -357,7 +357,7 @@ class AssignmentLog:
     def merge(self, branches: Sequence[Assignments], facts: frozenset[Fact] = frozenset()) -> None:
         """Assigns to each variable the alternatives from all branches.
 
-        If the test differs between the ranks, as `facts` states, so do the numbers that only one branch assigns.
+        If `facts` states that the test differs between the ranks, so do the numbers that only one branch assigns.
         """
         for identity in {each: None for branch in branches for each in branch}:
             scope = next(branch[identity][0] for branch in branches if identity in branch)
@@ -369,7 +369,7 @@ class AssignmentLog:
 
 
 def _with_facts(value: AbstractValue, facts: frozenset[Fact]) -> AbstractValue:
-    """Returns a number, a flag or a value without known structure with additional facts; other values are unchanged."""
+    """Adds facts to a number, a flag or a value without known structure; returns other values unchanged."""
     if not facts or (value.is_known and not isinstance(value.constant, (bool, int, float))):
         return value
     if value.alternatives:

@@ -215,7 +215,7 @@ class CoordinatorClient:
         return wire
 
     def _on_order(self, wire: ServerConnection, order: Order) -> None:
-        """Handles an order. Records the views in the order before forwarding them to workers."""
+        """Handles an order. Views that it contains are recorded before they are forwarded to workers."""
         with self._changing:
             if self._wire is not wire or self._is_over:
                 return

@@ -1,4 +1,4 @@
-"""Log of one machine: data that the machine's launcher reports again whenever it follows a new coordinator."""
+"""Log of one machine: data that the machine's launcher reports again whenever it starts to follow a new coordinator."""
 
 from __future__ import annotations
 

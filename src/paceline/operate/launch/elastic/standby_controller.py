@@ -71,7 +71,7 @@ class StandbyController:
             self._leader = (number, address)
 
     def stand(self, number: int, for_s: float) -> None:
-        """Becomes a candidate for `for_s` seconds, unless this launcher already is a candidate or the coordinator."""
+        """Becomes a candidate for `for_s` seconds, unless this launcher is already a candidate or the coordinator."""
         with self._changing:
             if self._controller is None and self._candidacy is None:
                 now_s = time.monotonic()

@@ -361,8 +361,8 @@ class UserMessage(_NodeMessage, frozen=True):
     Attributes:
         text: A sentence for the user.
         is_last: Whether to print the text at the end of the job, after the report of the failures.
-        is_headline: Whether to print a text at the end of the job before the report of the failures, because none of
-            these failures is the cause.
+        is_headline: Whether a text that is printed at the end of the job precedes the report of the failures, because
+            none of these failures is the cause.
         is_stall: Whether the text explains a stall.
         is_failure: Whether the text explains a failure. A text that explains neither a stall nor a failure reports the
             end of a stall.

@@ -1,7 +1,7 @@
 """`RendezvousServer`: forwards reports from nodes to the controller and orders back to nodes, and detects lost nodes.
 
 A launcher that is merely starved of CPU time is not considered lost (`is_starved`). If all cores are busy, a launcher
-may not run for several seconds. Its machine's kernel still acknowledges data, unlike the kernel of a lost or
+may be unable to run for several seconds. Its machine's kernel still acknowledges data, unlike the kernel of a lost or
 disconnected machine.
 """
 
@@ -62,7 +62,7 @@ def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool
 CHANNEL = "node"
 HEARTBEAT_S = 0.5
 _SEND_S = 1.0
-_STALL_S = 1.0  # if this process itself paused for this long, silent nodes are not considered lost
+_STALL_S = 1.0  # if this process itself was paused for this long, silent nodes are not considered lost
 _LONGEST_TURN_S = 30.0  # heartbeats stop if the serving thread is busy for longer
 _LARGEST_READ = 1 << 16
 

@@ -2,8 +2,8 @@
 
 A launcher starts, reports that it is ready, and receives its assignment. The launcher on the first machine reports the
 rendezvous address, which the other assignments include. If a launcher fails before it has received its assignment, the
-job ends. Afterwards, the launchers end the job themselves, as on any group of machines, and are killed if they do not
-exit in time. Explanations of failed starts are derived from the output of ssh and the remote shell.
+job ends. Afterwards, the launchers end the job themselves, as in any job on several machines, and are killed if they do
+not exit in time. Explanations of failed starts are derived from the output of ssh and the remote shell.
 """
 
 from __future__ import annotations

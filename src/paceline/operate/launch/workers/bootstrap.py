@@ -202,7 +202,7 @@ def _join_cgroup(directory: str | None) -> None:
 
 
 def _record_exit(path: str) -> None:
-    """Records in the last exit handler that the script has ended, because later crashes are not the script's fault."""
+    """Registers the last exit handler, which records that the script has ended. Later crashes are not its fault."""
     import atexit
     from os import getpid  # the script may have redefined `os`, because it shares this namespace
 

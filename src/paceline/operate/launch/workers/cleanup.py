@@ -61,7 +61,7 @@ class Cgroup:
         return cls(own / f"paceline-{secrets.token_hex(8)}")
 
     def make(self) -> bool:
-        """Creates the cgroup. Returns False and leaves no cgroup if the kernel denies this or lacks `cgroup.kill`."""
+        """Creates the cgroup. Returns False without a cgroup if the kernel denies this or lacks `cgroup.kill`."""
         try:
             self.directory.mkdir()
             if (self.directory / "cgroup.kill").exists():
@@ -72,7 +72,7 @@ class Cgroup:
         return False
 
     def kill(self) -> None:
-        """Kills every process in the cgroup and its descendants, if it exists. The cgroup remains usable."""
+        """Kills every process in the cgroup and its descendants if the cgroup exists. The cgroup remains usable."""
         with contextlib.suppress(OSError):
             (self.directory / "cgroup.kill").write_text("1")
 

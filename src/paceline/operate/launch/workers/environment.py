@@ -111,7 +111,7 @@ def cpu_quota() -> float | None:
 
 
 def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str]) -> int | None:
-    """Returns a value for OMP_NUM_THREADS that divides the cores among the workers, or None if the user has set it."""
+    """Returns a value for OMP_NUM_THREADS that divides the cores among the workers; None if the user has set one."""
     return None if "OMP_NUM_THREADS" in environment else max(1, cores // workers)
 
 

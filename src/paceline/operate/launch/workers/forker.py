@@ -135,13 +135,13 @@ class Forker:
         self._go_on()
 
     def cancel(self) -> None:
-        """Discards the requests that have not been started."""
+        """Discards the requests for workers that have not been started."""
         for request in self._requests:
             _close_channel(request)
         self._requests.clear()
 
     def finish(self) -> None:
-        """Discards the requests, except for a worker that is being forked now, and stops the template. Idempotent."""
+        """Discards all requests except one for a worker that is being forked, and stops the template. Idempotent."""
         self.cancel()
         if self._asked is not None and self._connection is not None:
             select.select([self._connection], [], [], _LAST_ANSWER_S)

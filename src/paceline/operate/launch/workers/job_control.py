@@ -1,8 +1,7 @@
 """Job control in the launcher: signals (received as bytes on a pipe) and stdin (possibly a terminal).
 
 One worker shares the launcher's stdin. That worker has its own session, so the kernel neither stops it when it reads in
-the background nor sends it SIGINT on Ctrl-C. The launcher owns the terminal, and performs both actions instead of the
-kernel.
+the background nor sends it SIGINT on Ctrl-C. The launcher owns the terminal, and performs both actions itself.
 """
 
 from __future__ import annotations
@@ -127,6 +126,6 @@ class Keyboard:
                 termios.tcsetattr(0, termios.TCSADRAIN, attributes)
 
     def restore(self) -> None:
-        """Restores the terminal's attributes after a worker exited inside a line editor without resetting them."""
+        """Restores the terminal's attributes after a worker has exited inside a line editor without resetting them."""
         if self._before is not None and self.attributes() != self._before:
             self.set(self._before)

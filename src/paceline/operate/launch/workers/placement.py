@@ -62,7 +62,7 @@ def assign(
 
 
 def _homes(domains: Sequence[Cores], workers: int, preferred: Sequence[int | None]) -> list[int]:
-    """Assigns workers to domains close to their GPUs, or in proportion to cores. Never overcommits a domain."""
+    """Assigns workers to domains close to their GPUs, or in proportion to their cores. Never overcommits a domain."""
     homes: list[int] = []
     room = [len(cores) for cores in domains]
     total = sum(room)

@@ -49,7 +49,7 @@ class Rows:
         self._at = 0  # index of the cursor's row
         self._is_at_start = True  # whether the cursor is at the start of its row, where new text replaces the old
         self._is_overwritten = False  # whether the program has returned to the start of the cursor's row
-        self._live = 0  # number of rows above the last row that the program returns to
+        self._live = 0  # number of live rows above the last row
         self._newlines = 0  # number of newlines at the bottom since the program last moved up
         self._rest = b""  # incomplete control sequence at the end of the input
         self.hides_cursor = False

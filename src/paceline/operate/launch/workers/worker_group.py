@@ -239,7 +239,7 @@ class WorkerGroup:
 
     @property
     def is_over(self) -> bool:
-        """Whether all workers have exited and their output is forwarded, even if their children hold pipes open."""
+        """Whether all workers have exited and their output was forwarded, even if their children hold pipes open."""
         if self._unstarted or self._report_s is not None or any(w.exit_code is None for w in self.workers):
             return False
         return not any(forwarder.has_more for forwarder in self._forwarders)
