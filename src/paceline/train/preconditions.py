@@ -32,6 +32,18 @@ def require_module(module: object, function: str) -> None:
         raise TypeError(f"{function}: module is a {type(module).__name__}; it must be a torch.nn.Module")
 
 
+def require_unwrapped(module: nn.Module, function: str) -> None:
+    """Checks that the module is not a `DistributedDataParallel` of Paceline or torch, also if it is compiled.
+
+    Both have an attribute that disables the averages, and other modules do not.
+
+    Raises:
+        TypeError: the module averages gradients over the ranks.
+    """
+    if hasattr(module, "require_backward_grad_sync"):
+        raise TypeError(f"{function} got a DistributedDataParallel, which averages over ranks; pass the module inside")
+
+
 def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.device | None) -> str | None:
     """Returns the error message about a GPU that does not exist on this machine, or None if all GPUs exist."""
     named = {"device_ids": device_ids, "output_device": [] if output_device is None else [output_device]}

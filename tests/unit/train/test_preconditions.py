@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from paceline.train.preconditions import RankFacts, reduces_during_backward, warn_of_torchs_sync_batch_norm
+from paceline.train.preconditions import (
+    RankFacts,
+    reduces_during_backward,
+    require_unwrapped,
+    warn_of_torchs_sync_batch_norm,
+)
 from paceline.train.sync_batch_norm import SyncBatchNorm
 
 
@@ -53,3 +58,15 @@ def test_pytorchs_sync_batch_norm_is_warned_of_once():
         warn_of_torchs_sync_batch_norm(converted, group(2))
         warn_of_torchs_sync_batch_norm(module, group(1))
         warn_of_torchs_sync_batch_norm(module, group(2, rank=1))
+
+
+class Averaged(nn.Module):
+    """A module with the attributes of `DistributedDataParallel`."""
+
+    require_backward_grad_sync = False  # its owner has disabled the averages
+
+
+def test_a_wrapper_that_averages_gradients_is_rejected():
+    require_unwrapped(nn.Linear(1, 1), "LogicalShards")
+    with pytest.raises(TypeError, match=r"LogicalShards got a DistributedDataParallel.*pass the module inside"):
+        require_unwrapped(Averaged(), "LogicalShards")

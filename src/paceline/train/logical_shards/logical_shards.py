@@ -15,7 +15,6 @@ from paceline.comm.record.layout import EventKind
 from paceline.comm.record.spans import STEPS, RecordedSpan
 from paceline.train.checks.check_settings import choose_checks
 from paceline.train.checks.module_checks import ModuleChecks
-from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.train.logical_shards.shard_batches import (
     EVALUATION,
     TRAINING,
@@ -36,7 +35,7 @@ from paceline.train.logical_shards.tree_sum import (
     sum_over_ranks,
 )
 from paceline.train.module_tensors import accelerators_of, broadcast_tensors, collect_tracked, mark_synchronized
-from paceline.train.preconditions import rank_facts, require_same_module
+from paceline.train.preconditions import rank_facts, require_same_module, require_unwrapped
 from paceline.train.training_events import record_optimizers
 
 Measure = Callable[[Any], torch.Tensor]
@@ -114,10 +113,7 @@ class LogicalShards:
     ) -> None:
         self._group = default_group() if process_group is None else process_group
         rank, size = self._group.rank(), self._group.size()
-        if isinstance(module, DistributedDataParallel):
-            raise TypeError(
-                "LogicalShards got a DistributedDataParallel, which averages over ranks; pass the module inside"
-            )
+        require_unwrapped(module, "LogicalShards")
         if count < size:
             raise ValueError(
                 f"rank {self._group.ranks[rank]}: {count} shards cannot be shared by {size} ranks; "
