@@ -24,7 +24,7 @@ def test_another_machine_coordinates_when_the_first_is_killed(machines):
     launchers[0].kill()
     here.wait_for_view(*left)
     # The death of a launcher with unread messages cannot be distinguished from a cut.
-    told = "which coordinated, (has left|cannot be reached); machine . coordinates from now on"
+    told = "the previous coordinator, (has left|cannot be reached); machine . coordinates from now on"
     here.wait(lambda: any(re.search(told, here.said(launcher)) for launcher in launchers[1:]))
     here.say("end")
     for launcher in launchers[1:]:

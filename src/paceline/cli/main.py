@@ -151,7 +151,7 @@ def _add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _migrate(options: argparse.Namespace) -> int:
-    """Prints a diff or writes the files, and reports on stderr; returns 2 if a file cannot be read, otherwise 0."""
+    """Prints a diff or changes the files, and prints a report to stderr; returns 2 if a file is unreadable, else 0."""
     from paceline.interop.migrate.names import MigrationMode
     from paceline.interop.migrate.project import MissingLibCST, migrate
 

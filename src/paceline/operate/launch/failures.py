@@ -70,7 +70,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker's failure; `exit_code` is as in subprocess, negative for a signal."""
+    """A worker's failure. `exit_code` is negative if a signal terminated the worker, as in `subprocess`."""
 
     rank: Int64
     pid: Int64

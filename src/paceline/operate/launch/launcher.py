@@ -268,7 +268,7 @@ class Launcher(ABC):
         self._cleanup.reap(workers.pids() if workers is not None else [])
 
     def _on_interrupt(self, worker: WorkerProcess) -> None:
-        """Records that Ctrl-C is only forwarded to this worker, because the worker is waiting for typed input."""
+        """Records that Ctrl-C is forwarded only to this worker, because the worker is waiting for typed input."""
 
     def _conclude(self, end: JobEnded) -> int:
         if self._stopped_by is not None:

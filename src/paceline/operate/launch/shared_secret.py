@@ -72,7 +72,7 @@ class JoinToken:
         """Parses a token.
 
         Raises:
-            TokenError: the word is not a token, is incomplete or contains a typing error.
+            TokenError: the word is not a token, is incomplete or contains a typo.
         """
         word = word.strip()
         if not word.startswith(_PREFIX):

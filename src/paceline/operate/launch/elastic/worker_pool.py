@@ -261,7 +261,7 @@ class PoolWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether the worker has a process that is not known to have exited."""
+        """Whether the worker's process has been started and, as far as is known, has not exited."""
         return self.worker is not None and self.worker.exit_code is None
 
     def signal(self, number: int) -> None:

@@ -72,7 +72,7 @@ def exit_cause_of(life: WorkerHistory, exit_code: int, has_record: bool, is_out_
 
     Args:
         life: The history of the worker.
-        exit_code: The exit code as in subprocess, negative for a signal.
+        exit_code: The exit code, as reported by `subprocess`: negative if a signal terminated the worker.
         has_record: Whether the worker recorded an exception other than KeyboardInterrupt.
         is_out_of_memory: Whether the kernel's out-of-memory killer killed the worker.
     """

@@ -186,7 +186,7 @@ class StateReplicated(_NodeMessage, frozen=True):
 class SnapshotReport(_NodeMessage, frozen=True):
     """Report: a snapshot of the node's workers.
 
-    The node sends a snapshot if a call takes too long, if a worker fails, on request, and after its workers have
+    The node sends a snapshot on request, if a call takes too long, if a worker fails, and after its workers have
     exited. The node also sends a report with an empty `body` when stalled calls resume.
 
     Attributes:

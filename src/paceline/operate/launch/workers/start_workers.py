@@ -96,7 +96,7 @@ def start_workers(
 
     Args:
         job: The job to run.
-        start: The order to start the generation, with the ranks.
+        start: The order to start the generation, which contains the ranks.
         context: The common context of the workers.
         selector: The selector of the launcher's loop; see `WorkerGroup`.
         say: A function that prints a line for the user.

@@ -52,7 +52,7 @@ def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
 
 @dataclass
 class WorkerProcess:
-    """A worker process. `exit_code` is as in subprocess, and None while the process is running."""
+    """A worker process. `exit_code` is negative after a signal, as in `subprocess`, and None while the process runs."""
 
     rank: int
     local_rank: int

@@ -99,7 +99,7 @@ def succession(known: ReplicatedJobState, home: int) -> str:
     if known.coordinator == home:
         return f"machine {home} coordinates again"
     state = "has left" if known.coordinator in known.ended else "cannot be reached"
-    return f"machine {known.coordinator}, which coordinated, {state}; machine {home} coordinates from now on"
+    return f"machine {known.coordinator}, the previous coordinator, {state}; machine {home} coordinates from now on"
 
 
 def _absent(name: str, host: str, lost_s: float, address: str = "") -> MachineRecord:
