@@ -88,7 +88,7 @@ class Figures:
 
     Attributes:
         step: the duration of a step.
-        exposed_share: the fraction of the step for which ranks wait for communication.
+        exposed_share: the fraction of the step during which ranks wait for communication.
         overlap: the fraction of communication that overlaps with other work; None without communication.
         parts: the durations of the step's parts in the order of `PARTS`.
         predicted: the duration that a step would have if its calls took the predicted time; None without predictions.

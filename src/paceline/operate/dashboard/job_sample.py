@@ -40,8 +40,8 @@ class RankStep:
         step: the number of the step.
         begin_s, end_s: the times at which the step began and ended.
         data_s, forward_s, backward_s, optimizer_s: the durations of the step's phases, excluding waits for other ranks.
-        exposed_s: the time for which the rank waited for communication and did nothing else.
-        communication_s: the time for which any communication was in progress.
+        exposed_s: the time that the rank spent doing nothing but waiting for communication.
+        communication_s: the time during which any communication was in progress.
         samples: the number of samples that the rank trained on; 0 if the program does not log this number.
         phases: the phases as (name, begin, end), for the timeline.
         buckets: the buckets in the order in which they became ready.

@@ -139,7 +139,7 @@ class ProcessActivity:
         state: the process's state at the second sample.
         cores: the average number of cores that the process and its children used.
         disk_bytes_s: the rate at which the process and its children read and wrote files, in bytes per second.
-        waited_share: the fraction of time for which computing threads were runnable but had no core.
+        waited_share: the fraction of time during which computing threads were runnable but had no core.
         moves: whether the process's stack changed.
         child: the name of a child process that started or exited, such as "cc1plus", or "".
         wakes_hz: the number of times per second that the main thread went to sleep.
@@ -270,10 +270,10 @@ class PeerTraffic:
     Attributes:
         peer: the other rank's number in the job.
         sent_nbytes: the number of bytes that the peer received.
-        active_s: the time for which data was in flight and the peer's receive buffer was not full.
+        active_s: the time during which data was in flight and the peer's receive buffer was not full.
         segments, retransmits: the numbers of segments sent and retransmitted.
         round_trip_s: the smoothed round-trip time.
-        silent_s: the time for which an acknowledgment had been outstanding when the traffic was measured.
+        silent_s: the time that an acknowledgment had been outstanding when the traffic was measured.
     """
 
     peer: int
@@ -298,7 +298,7 @@ class RankState:
         place: the location of the main thread, or None.
         process: the activity of the process, or None.
         ending: the rank's exit status, or None while it runs.
-        data_s: the time for which the rank has waited for data, in seconds.
+        data_s: the time that the rank has spent waiting for data, in seconds.
         links: the rank's traffic to ranks on other hosts.
         phase: the phase that the rank's device is executing, or None.
         store_wait: the store's keys for which the rank is waiting, or None.

@@ -228,11 +228,11 @@ class LinkRecord:
         sent_nbytes, received_nbytes: the numbers of acknowledged and received bytes.
         segments, retransmits: the numbers of data segments sent and retransmitted.
         nbytes_per_s: the latest delivery rate, in bytes per second.
-        busy_s, held_s: the time for which data was in flight, and the part of that time for which the peer's receive
-            buffer was full.
+        busy_s, held_s: the time during which data was in flight, and the part of that time during which the peer's
+            receive buffer was full.
         round_trip_s, variation_s, least_round_trip_s: the smoothed round-trip time on the slowest connection, its
             variation, and the shortest recent round-trip time.
-        silent_s: the time for which an acknowledgment has been outstanding.
+        silent_s: the time that an acknowledgment has been outstanding.
         connections: the number of connections.
     """
 

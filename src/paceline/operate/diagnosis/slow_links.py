@@ -1,6 +1,6 @@
 """Detection of slow links between hosts, and of jobs delayed by a slow network.
 
-The speed of a connection is the amount of data sent divided by the time for which data was in flight and the peer's
+The speed of a connection is the amount of data sent divided by the time during which data was in flight and the peer's
 receive buffer was not full. Thus a connection on which a rank rarely sends, or on which the peer reads slowly, is not
 mistaken for a slow connection. The nominal speed of the network is unknown, so a link is considered slow only if other
 links are faster.
@@ -22,7 +22,7 @@ from paceline.operate.diagnosis.job_snapshot import PeerTraffic, RankState
 
 _SLOWER = 2.0  # minimum ratio of the other links' median speed to the speed of a slow link
 _FEWEST_NBYTES = 1 << 20
-_FEWEST_S = 0.05  # minimum time for which a slow link must have been in use
+_FEWEST_S = 0.05  # minimum time that a slow link must have been in use
 _TICK_S = 0.004  # resolution of the kernel's counters for the time in use
 _LONG_ROUND_TRIP_S = 1e-3
 _LOSSES = 1e-3  # minimum fraction of retransmitted segments that is reported

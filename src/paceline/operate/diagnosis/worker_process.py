@@ -217,7 +217,7 @@ def between(first: ProcessSample | None, last: ProcessSample | None) -> ProcessA
 
 
 def _waited_ns(first: ProcessSample, last: ProcessSample) -> int:
-    """Returns the time for which computing threads were runnable but had no core.
+    """Returns the time during which computing threads were runnable but had no core.
 
     Threads that only poll occasionally are excluded, because they also wait for a core on a busy machine.
     """

@@ -79,7 +79,7 @@ class RendezvousOptions:
     join_timeout_s: float = 600.0
     last_call_s: float = 0.5
     silence_s: float = 2.0
-    return_timeout_s: float = 120.0  # time for which an elastic job waits for unreachable machines
+    return_timeout_s: float = 120.0  # time that an elastic job waits for unreachable machines
     running: tuple[str, str] | None = None  # identity of the elastic job to join, and its coordinator's address
 
 

@@ -43,7 +43,7 @@ class MeasuredTimes:
     """The median durations of a step's parts, in seconds, on a rank that runs alone.
 
     Attributes:
-        data_s: the time for which the rank waits for the loader.
+        data_s: the time that the rank spends waiting for the loader.
         forward_s: the duration of one forward pass.
         backward_s: the duration of one backward pass, until the last gradient is ready.
         optimizer_s: the duration of the optimizer step.

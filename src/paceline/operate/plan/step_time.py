@@ -220,13 +220,13 @@ class StepTime:
     """The parts of a step, in seconds.
 
     Attributes:
-        data_s: the time for which a rank waits for the loader.
+        data_s: the time that a rank spends waiting for the loader.
         forward_s: the duration of all forward passes.
         backward_s: the duration of all backward passes.
         exposed_s: the time that ranks spend waiting for communication.
         optimizer_s: the duration of the optimizer step.
         rest_s: the duration of everything else.
-        communication_s: the time for which the network is in use.
+        communication_s: the time during which the network is in use.
         algorithm: the algorithm used by the largest call.
     """
 

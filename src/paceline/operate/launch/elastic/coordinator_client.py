@@ -112,7 +112,7 @@ def describe_attempts(known: ReplicatedJobState, answers: Mapping[int, ContactRe
 
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
-_TAKES_OVER_S = 2.0  # time for which a coordinator's designated successor remains a candidate
+_TAKES_OVER_S = 2.0  # time during which a coordinator's designated successor remains a candidate
 _SAY_AFTER_S, _SAY_AGAIN_S = 2.0, 15.0
 _LOSSES = {
     DisconnectReason.ENDED: ConnectionLoss.ENDED,
