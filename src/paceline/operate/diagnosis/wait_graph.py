@@ -41,7 +41,7 @@ class CallWait:
 
     @property
     def is_formation(self) -> bool:
-        """Whether the ranks wait for their group to form."""
+        """Whether the ranks are waiting for their group to form."""
         return self.call.sequence == 0 and not self.call.is_message
 
 

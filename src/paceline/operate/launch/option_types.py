@@ -17,7 +17,7 @@ class OptionError(ValueError):
 
 
 class Streams(IntFlag):
-    """Output streams, numbered as torchrun's `Std`."""
+    """Output streams, numbered as in torchrun's `Std`."""
 
     NONE = 0
     OUT = 1
