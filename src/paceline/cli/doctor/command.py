@@ -86,8 +86,8 @@ def check_script(text: str) -> list[Diagnostic]:
     first = RankInterpreter(tree, SimulatedRank(0, *_LAUNCHED), has_init=has_init)
     started = any(event.phase == "worker" for event in first.run().events)
     world_size, local_size = _STARTED_BY_SCRIPT if started else _LAUNCHED
-    if started and first.process_count is not None:
-        world_size = local_size = min(max(first.process_count, 2), 8)
+    if started and first.state.process_count is not None:
+        world_size = local_size = min(max(first.state.process_count, 2), 8)
     identities = [SimulatedRank(rank, world_size, local_size) for rank in range(world_size)]
     interpreters = [RankInterpreter(tree, identity, has_init=has_init) for identity in identities]
     traces = [interpreter.run() for interpreter in interpreters]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from paceline.cli.doctor.script.execution_state import ExecutionState, ExitError
 from paceline.cli.doctor.script.library_call import (
     COMMUNICATORS,
     INITIALIZERS,
-    ExitError,
     LibraryCall,
+    is_different_on_each_rank,
     is_function,
     is_loader,
-    is_module,
     is_torch_module,
     is_work,
     is_world,
+    starts_processes,
     wrapped_owner,
 )
 from paceline.cli.doctor.script.training_calls import (
@@ -65,7 +67,7 @@ def rank_query(call: LibraryCall) -> AbstractValue:
     if name in ("get_rank", "get_world_size"):
         group = call.argument(0, "group")
         if group is not None and not is_world(group):
-            text = f"{name} of {group.text} on rank {call.interpreter.identity.rank}"
+            text = f"{name} of {group.text} on rank {call.state.identity.rank}"
             return AbstractValue(text, facts=frozenset({Fact.PERHAPS_RANK}))
         if module in COMMUNICATORS:
             call.record("query", name)
@@ -75,7 +77,7 @@ def rank_query(call: LibraryCall) -> AbstractValue:
 def communicate(call: LibraryCall) -> AbstractValue | None:
     """Interprets calls that initialize communication, run collectives or transfer messages."""
     if call.name == "is_initialized":
-        return known(call.interpreter.initialized)
+        return known(call.state.initialized)
     if call.name in ("is_available", "is_nccl_available", "is_gloo_available"):
         return known(True)
     if call.module.startswith("torch.distributed.rpc") or call.name in ("rpc_sync", "rpc_async"):
@@ -83,13 +85,13 @@ def communicate(call: LibraryCall) -> AbstractValue | None:
         return None
     is_horovod = call.module.endswith(("hvd", "horovod", "horovod.torch"))
     if is_horovod and call.name in ("size", "local_size"):
-        return call.interpreter.identity.number_named("world_size" if call.name == "size" else "local_size")
+        return call.state.identity.number_named("world_size" if call.name == "size" else "local_size")
     modules = COMMUNICATORS if call.name == "init_process_group" else {"deepspeed", "deepspeed.comm"}
     is_initializer = call.name in INITIALIZERS and call.module in modules
     is_launcher = call.name in ("Accelerator", "Fabric") and call.module.partition(".")[0] in _LAUNCHER_LIBRARIES
     if is_initializer or (call.name == "init" and is_horovod) or is_launcher:
         _initialize(call)
-    elif _SETUP.search(call.name) and is_module(call.callee):
+    elif _SETUP.search(call.name) and call.callee.is_module:
         call.record("init", "imported")
     elif call.name in _COLLECTIVE_METHODS and call.callee.receiver is not None:
         call.record("collective", call.name)
@@ -103,7 +105,7 @@ def communicate(call: LibraryCall) -> AbstractValue | None:
 
 
 def _initialize(call: LibraryCall) -> None:
-    call.interpreter.initialized = True
+    call.state.initialized = True
     backend, rank = call.argument(0, "backend"), call.keywords.get("rank")
     is_only_rank = rank is not None and isinstance(rank.constant, int) and not rank.facts
     is_alone = is_only_rank or (backend is not None and backend.constant == "fake")
@@ -151,11 +153,11 @@ def _asynchronous(call: LibraryCall) -> AbstractValue:
     """Returns the Work of an asynchronous call. The call uses its tensors until the script has waited for the Work."""
     work = AbstractValue(f"{call.name} on line {call.line}", called="asynchronous", node=call.node)
     work.keywords = {"operation": AbstractValue(call.name)}
-    work.escaped = call.interpreter.path.phase == "uncalled"
+    work.escaped = call.state.path.phase == "uncalled"
     for tensor in call.arguments[:2]:
         if not tensor.is_known and call.name != "isend":
             tensor.pending = work
-    call.interpreter.trace.objects.append(work)
+    call.state.path.trace.objects.append(work)
     return work
 
 
@@ -166,17 +168,17 @@ def start_processes(call: LibraryCall) -> AbstractValue | None:
         call.record("fork" if method is not None and method.constant == "fork" else "spawn", call.name, function)
         count = call.argument(2, "nprocs")
         if count is not None and isinstance(count.constant, int) and not count.facts:
-            call.interpreter.process_count = count.constant
-        rank = known(call.interpreter.identity.rank, frozenset({Fact.RANK}))
+            call.state.process_count = count.constant
+        rank = known(call.state.identity.rank, frozenset({Fact.RANK}))
         if function is not None:
             _run_worker(call, function, [rank, *_items(passed)])
         return AbstractValue("spawned processes")
     if call.name == "set_start_method" and call.arguments:
-        call.interpreter.start_method = call.arguments[0].constant
+        call.state.start_method = call.arguments[0].constant
         return known(None)
     target = call.keywords.get("target")
     if call.name == "Process" and target is not None:
-        method_name, context = call.interpreter.start_method, call.callee.receiver
+        method_name, context = call.state.start_method, call.callee.receiver
         if context is not None and context.called_name == "get_context" and context.arguments:
             method_name = context.arguments[0].constant
         call.record("spawn" if method_name in ("spawn", "forkserver") else "fork", call.name, target)
@@ -194,7 +196,7 @@ def _items(value: AbstractValue | None) -> list[AbstractValue]:
 
 
 def _run_worker(call: LibraryCall, function: AbstractValue, arguments: list[AbstractValue]) -> None:
-    with call.interpreter.process("worker"):
+    with call.state.process("worker"):
         call.run(function, arguments)
 
 
@@ -227,9 +229,7 @@ def perform(call: LibraryCall) -> AbstractValue:
         return rank_query(call)
     if call.callee.called_name == "partial" and call.callee.arguments:
         function, *first = call.callee.arguments
-        return call.interpreter.call(
-            function, [*first, *call.arguments], call.callee.keywords | call.keywords, call.node
-        )
+        return call.run(function, [*first, *call.arguments], call.callee.keywords | call.keywords)
     if call.path in _EXITS:
         raise ExitError
     for meaning in _MEANINGS:
@@ -251,18 +251,12 @@ def _builtin(call: LibraryCall) -> AbstractValue | None:
         return _converted(call.name, call.arguments)
     if call.name == "len":
         return known(len(first.items)) if first.items is not None else AbstractValue(f"len({first.text})")
-    if (
-        call.name in ("getattr", "hasattr", "setattr")
-        and len(call.arguments) > 1
-        and isinstance(call.arguments[1].constant, str)
-    ):
+    if call.name in ("hasattr", "setattr") and len(call.arguments) > 1 and isinstance(call.arguments[1].constant, str):
         attribute = call.arguments[1].constant
-        if call.name == "getattr":
-            return call.interpreter.attribute(first, attribute)
         if call.name == "setattr" and len(call.arguments) > 2:
             if is_torch_module(call.arguments[2]) and wrapped_owner(first) is not None:
                 call.record("change", f'setattr(..., "{attribute}", ...)', first)
-            call.interpreter.store(first.attributes, attribute, call.arguments[2])
+            call.state.store(first.attributes, attribute, call.arguments[2])
             return known(None)
         return known(True) if attribute == "module" and first.wraps is not None else None
     if call.name == "isinstance" and len(call.arguments) > 1 and first.wraps is not None:
@@ -271,7 +265,7 @@ def _builtin(call: LibraryCall) -> AbstractValue | None:
         return AbstractValue(first.text, items=list(first.items), facts=first.facts)
     if call.name == "print":
         for value in call.arguments:
-            note_use(call.interpreter, value, call.node)
+            note_use(call.state.path, value, call.node)
         return known(None)
     return None
 
@@ -290,11 +284,11 @@ def _converted(name: str, arguments: list[AbstractValue]) -> AbstractValue:
 def _unknown(call: LibraryCall) -> AbstractValue:
     values = [*call.arguments, *call.keywords.values()]
     facts = inherited_facts([*values, call.callee])
-    number = call.interpreter.identity.number_named(call.name)
+    number = call.state.identity.number_named(call.name)
     if number is not None and not facts:
         return number  # an imported function, such as is_main_process
     if path_key := _environment_key(call.callee, call.arguments):
-        number = call.interpreter.identity.number_named(path_key)
+        number = call.state.identity.number_named(path_key)
         if number is not None:
             return AbstractValue(repr(str(number.constant)), str(number.constant), number.facts)
     for value in values:
@@ -305,28 +299,28 @@ def _unknown(call: LibraryCall) -> AbstractValue:
             for each in value.contents():
                 each.escaped |= is_loader(each) or is_work(each) or each.called_name == "DistributedSampler"
         if call.path.startswith("torch.") and call.name not in ("no_grad", "Event", "Stream"):
-            note_use(call.interpreter, value, call.node)
+            note_use(call.state.path, value, call.node)
         if value.function is not None and call.path in _RUNNERS:
             call.run(value, [])
         elif value.function is not None and call.name != "partial":
-            call.interpreter.branch(
+            call.state.branch(
                 call.node, AbstractValue(f"{call.name} calls the function"),
                 partial(_callback, call, value), lambda: {"next"},
             )  # fmt: skip
     if call.path == "deepspeed.initialize":
         call.record("set_device", "imported")
-    if _DEVICE.search(call.name) and is_module(call.callee) and not call.path.startswith("torch."):
+    if _DEVICE.search(call.name) and call.callee.is_module and not call.path.startswith("torch."):
         call.record("set_device", "imported")
     if call.name in _CLOCKS:
         facts |= {Fact.CLOCK, Fact.PER_RANK}
-    seeded = call.interpreter.seeded
-    if (call.name in _PER_RANK and is_module(call.callee)) or (call.name in _RANDOM_TENSORS and not seeded):
+    seeded = call.state.seeded
+    if (call.name in _PER_RANK and call.callee.is_module) or (call.name in _RANDOM_TENSORS and not seeded):
         facts |= {Fact.PER_RANK}
     if call.name in ("manual_seed", "seed", "seed_everything", "set_seed", "manual_seed_all"):
-        call.interpreter.seeded = not facts & {Fact.RANK, Fact.PERHAPS_RANK}
+        call.state.seeded = not facts & {Fact.RANK, Fact.PERHAPS_RANK}
         if call.module != "numpy.random":
-            call.interpreter.seeded_by_rank = Fact.RANK in facts and call.module.startswith("torch")
-    if call.name == "random_split" and call.interpreter.seeded_by_rank and call.argument(2, "generator") is None:
+            call.state.seeded_by_rank = Fact.RANK in facts and call.module.startswith("torch")
+    if call.name == "random_split" and call.state.seeded_by_rank and call.argument(2, "generator") is None:
         facts |= {Fact.PER_RANK}
     if call.name in _FINITENESS:
         facts |= {Fact.FINITENESS}
@@ -339,7 +333,7 @@ def _unknown(call: LibraryCall) -> AbstractValue:
     texts = [value.text for value in call.arguments] + [f"{key}={value.text}" for key, value in call.keywords.items()]
     text = f"{call.path}({', '.join(texts)})"
     if Fact.PERHAPS_RANK in facts:
-        text += f" on rank {call.interpreter.identity.rank}"
+        text += f" on rank {call.state.identity.rank}"
     return AbstractValue(
         shortened(text), facts=facts, arguments=tuple(call.arguments), keywords=call.keywords, called=call.path,
         node=call.node, receiver=call.callee.receiver,
@@ -355,6 +349,29 @@ def _environment_key(callee: AbstractValue, arguments: list[AbstractValue]) -> s
 def _callback(call: LibraryCall, function: AbstractValue) -> set[str]:
     call.run(function, [AbstractValue("argument")])
     return {"next"}
+
+
+def items_in_loop(state: ExecutionState, iterable: AbstractValue, body: Sequence[ast.stmt]) -> list[AbstractValue]:
+    """Returns the values of a loop variable: all values if their number depends on the ranks, otherwise one."""
+    if iterable.is_known and isinstance(iterable.constant, range):
+        if starts_processes(body):
+            state.process_count = len(iterable.constant) if not iterable.facts else None
+            number = state.identity.number_named("rank")
+            return [number] if number else []
+        if iterable.facts & {Fact.WORLD_RANGE} and len(iterable.constant) <= 8:
+            return [known(number, iterable.facts & {Fact.RANK}) for number in iterable.constant]
+    if iterable.items is not None and 0 < len(iterable.items) <= 4:
+        return [either(iterable.items)]
+    text = shortened(f"item of {iterable.text}")
+    if iterable.called in ("enumerate", "zip") and iterable.arguments:
+        parts = [either(items_in_loop(state, each, body)) for each in iterable.arguments]
+        if iterable.called == "enumerate":
+            parts = [AbstractValue("index", facts=frozenset({Fact.OPAQUE})), *parts[:1]]
+        return [AbstractValue(text, items=parts)]
+    facts = iterable.inherited() | {Fact.OPAQUE}
+    if is_different_on_each_rank(iterable):
+        facts |= {Fact.PER_RANK}
+    return [AbstractValue(text, facts=facts, arguments=(iterable,))]
 
 
 _MEANINGS: tuple[Callable[[LibraryCall], AbstractValue | None], ...] = (

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
+from paceline.cli.doctor.script.execution_state import ExecutionState
 from paceline.cli.doctor.script.trace import EventKind
 from paceline.cli.doctor.script.value import AbstractValue, Fact, inherited_facts, shortened
-
-if TYPE_CHECKING:
-    from paceline.cli.doctor.script.interpreter import RankInterpreter
-
-
-class ExitError(Exception):
-    """Raised where the script raises an exception or exits."""
 
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """A call to a library function: the function, its arguments, and the calling rank."""
+    """A call to a library function: the function, its arguments, and the state of the calling rank.
 
-    interpreter: RankInterpreter
+    `interpret` calls a function of the script; its arguments are the function, the arguments and the call's node.
+    """
+
+    state: ExecutionState
     callee: AbstractValue
     arguments: list[AbstractValue]
     keywords: dict[str, AbstractValue]
     node: ast.AST
+    interpret: Callable[[AbstractValue, list[AbstractValue], dict[str, AbstractValue], ast.AST], AbstractValue]
 
     @property
     def name(self) -> str:
@@ -65,7 +62,7 @@ class LibraryCall:
         in_group: bool = False,
     ) -> None:
         """Adds an event at this call to the trace."""
-        self.interpreter.path.record(kind, name, self.node, subject, result, in_group)
+        self.state.path.record(kind, name, self.node, subject, result, in_group)
 
     def object(self, **parts: object) -> AbstractValue:
         """Returns a new object, identified by the function and the line that created it."""
@@ -77,9 +74,14 @@ class LibraryCall:
             setattr(value, name, part)
         return value
 
-    def run(self, function: AbstractValue, arguments: Sequence[AbstractValue]) -> AbstractValue:
-        """Interprets a function of the script that the library calls as a callback."""
-        return self.interpreter.call(function, list(arguments), {}, self.node)
+    def run(
+        self,
+        function: AbstractValue,
+        arguments: Sequence[AbstractValue],
+        keywords: Mapping[str, AbstractValue] | None = None,
+    ) -> AbstractValue:
+        """Interprets a function of the script that the library calls, such as a callback."""
+        return self.interpret(function, list(arguments), dict(keywords or {}), self.node)
 
 
 COMMUNICATORS = {
@@ -98,11 +100,6 @@ def qualified_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return f"{qualified_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def is_module(value: AbstractValue) -> bool:
-    """Returns True if the value is an imported module or an attribute of a module."""
-    return value.called == "import" or (value.receiver is not None and value.receiver.called == "import")
 
 
 @cache

@@ -38,6 +38,11 @@ class PathCondition:
     facts: frozenset[Fact]
     is_known: bool
 
+    @classmethod
+    def of(cls, node: ast.AST, test: AbstractValue, outcome: bool) -> PathCondition:
+        """Returns the condition that a test at a syntax node has an outcome."""
+        return cls(node, test.text, outcome, test.facts, test.is_known)
+
     @property
     def depends_on_the_rank(self) -> bool:
         """Whether the test depends or may depend on the rank."""

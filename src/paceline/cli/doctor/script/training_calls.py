@@ -5,21 +5,19 @@ from __future__ import annotations
 import ast
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from paceline.cli.doctor.script.execution_state import ExecutionState
 from paceline.cli.doctor.script.library_call import (
     LibraryCall,
-    is_module,
     is_torch_module,
     is_work,
     is_world,
     output_of,
+    qualified_name,
     wrapped_owner,
 )
+from paceline.cli.doctor.script.trace import ExecutionPath
 from paceline.cli.doctor.script.value import AbstractValue, Fact, either, inherited_facts, known, shortened
-
-if TYPE_CHECKING:
-    from paceline.cli.doctor.script.interpreter import RankInterpreter
 
 WRAPPERS = {"DistributedDataParallel", "DDP"}
 _SHARDING_WRAPPERS = {"FullyShardedDataParallel", "FSDP", "fully_shard", "SharedModelOptimizer", "LogicalShards"}
@@ -43,31 +41,49 @@ _READS = {"wait", "is_completed", "data_ptr", "size", "numel", "shape"}
 _TEXT_METHODS = {"lower", "upper", "strip", "format", "startswith"}
 
 
-def note_assignment(interpreter: RankInterpreter, owner: AbstractValue, value: AbstractValue, node: ast.expr) -> None:
+def note_assignment(path: ExecutionPath, owner: AbstractValue, value: AbstractValue, node: ast.expr) -> None:
     """Records an event if an assignment to an attribute or an item replaces a layer of a wrapped model."""
     for work in filter(is_work, value.sources(2)):
         work.escaped = True
     if is_torch_module(value) and wrapped_owner(owner) is not None:
-        interpreter.path.record("change", ast.unparse(node), node, owner)
+        path.record("change", ast.unparse(node), node, owner)
 
 
 def note_environment(
-    interpreter: RankInterpreter, owner: AbstractValue, key: AbstractValue, value: AbstractValue, node: ast.AST
+    path: ExecutionPath, owner: AbstractValue, key: AbstractValue, value: AbstractValue, node: ast.AST
 ) -> None:
     """Records an event if the script selects the visible GPUs, or if it is written for one rank."""
     is_constant = value.is_known and not value.facts
     if owner.last_name == "environ" and key.constant in ("RANK", "LOCAL_RANK") and is_constant:
-        interpreter.path.record("init", "alone", node)
+        path.record("init", "alone", node)
     if owner.last_name == "environ" and key.constant == "CUDA_VISIBLE_DEVICES":
-        interpreter.path.record("visible_devices", "CUDA_VISIBLE_DEVICES", node, value)
+        path.record("visible_devices", "CUDA_VISIBLE_DEVICES", node, value)
 
 
-def note_use(interpreter: RankInterpreter, value: AbstractValue, node: ast.AST) -> None:
+def note_use(path: ExecutionPath, value: AbstractValue, node: ast.AST) -> None:
     """Records an event if the script uses a tensor before an asynchronous call has completed."""
     work = value.pending
     if work is not None and not work.methods_called & {"wait", "is_completed", "synchronize"} and not work.escaped:
-        interpreter.path.record("race", value.text, node, work)
+        path.record("race", value.text, node, work)
     value.pending = None
+
+
+def narrow_wrapped(state: ExecutionState, test: ast.expr, outcome: bool) -> None:
+    """Restricts a model that may be wrapped to the alternatives that `hasattr` or `isinstance` leave."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            narrow_wrapped(state, operand, not outcome)
+        case ast.Call(func=ast.Name(id="hasattr"), args=[ast.Name() as model, ast.Constant(value="module")]):
+            _keep(state, model.id, outcome)
+        case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name() as model, kind]):
+            if qualified_name(kind).rpartition(".")[2] in WRAPPERS:
+                _keep(state, model.id, outcome)
+
+
+def _keep(state: ExecutionState, model: str, is_wrapped: bool) -> None:
+    kept = [each for each in state.lookup(model).alternatives if (each.wraps is not None) is is_wrapped]
+    if kept:
+        state.assign(model, either(kept))
 
 
 def build_model(call: LibraryCall) -> AbstractValue | None:
@@ -81,7 +97,7 @@ def build_model(call: LibraryCall) -> AbstractValue | None:
         if any(each.wraps is not None for each in module.each()):
             call.record("change", "convert_sync_batchnorm(...)", module)
         return module
-    if call.name in _PASS_THROUGH and is_module(call.callee):
+    if call.name in _PASS_THROUGH and call.callee.is_module:
         return module
     if call.name == "deepcopy":
         return AbstractValue(f"copy of {module.text}", wraps=module.wraps, instance_of=module.instance_of)
@@ -139,7 +155,7 @@ def access_files(call: LibraryCall) -> AbstractValue | None:
         exports = call.path == "torch.onnx.export"  # the computation, without the wrapper
         call.record("write", f"{call.name}()", path, None if exports else next(states, None))
         return known(None)
-    is_path_method = call.name == "mkdir" and call.callee.receiver is not None and not is_module(call.callee)
+    is_path_method = call.name == "mkdir" and call.callee.receiver is not None and not call.callee.is_module
     if call.path in ("os.mkdir", "os.makedirs") or is_path_method:
         exists = call.keywords.get("exist_ok")
         if exists is None or exists.truth() is False:
@@ -189,13 +205,13 @@ def select_device(call: LibraryCall) -> AbstractValue | None:
         call.record("set_device", call.name, first)
         return None
     if call.path.endswith("cuda.device_count") or call.path == "torch.accelerator.device_count":
-        return call.interpreter.identity.number_named("device_count")
+        return call.state.identity.number_named("device_count")
     if call.path in ("torch.device", "device") and first is not None:
         device = _device(first, call.argument(1, "index"))
         call.record("device", "torch.device", device)
         device.called = "torch.device"
         return device
-    is_method = call.callee.receiver is not None and not is_module(call.callee)
+    is_method = call.callee.receiver is not None and not call.callee.is_module
     if call.name == "cuda" and is_method:
         call.record("device", ".cuda", first or known("cuda"))
         return call.callee.receiver
@@ -225,16 +241,16 @@ def call_method(call: LibraryCall) -> AbstractValue | None:
         return _forward(call)
     if call.name == "backward":
         loss = owner if owner is not None and owner.inherited() else call.argument(0) or owner
-        skips = call.interpreter.path.without_averages > 0
+        skips = call.state.path.without_averages > 0
         call.record("backward", "backward in no_sync" if skips else call.name, loss)
         if loss is not None and Fact.REPLICA_OUTPUT in loss.facts and not skips:
             call.record("collective", call.name)  # the gradients are averaged
         return known(None)
-    if owner is None or is_module(call.callee):
+    if owner is None or call.callee.is_module:
         return None
     owner.methods_called.add(call.name)
     if call.name not in _READS:
-        note_use(call.interpreter, owner, call.node)
+        note_use(call.state.path, owner, call.node)
     if call.name in ("wait", "synchronize", "result"):
         for work in filter(is_work, owner.sources()):
             work.methods_called.add("wait")
@@ -244,7 +260,7 @@ def call_method(call: LibraryCall) -> AbstractValue | None:
     if call.name == "update" and (call.keywords or any(each.entries() for each in call.arguments)):
         for each in [*(value.entries() for value in call.arguments), call.keywords]:
             for name, value in each.items():
-                call.interpreter.store(owner.attributes, f"['{name}']", value)
+                call.state.store(owner.attributes, f"['{name}']", value)
         return known(None)
     if call.name in ("add_module", "register_module", "register_parameter") and wrapped_owner(owner) is not None:
         call.record("change", f"{call.name}()", owner)
@@ -252,14 +268,14 @@ def call_method(call: LibraryCall) -> AbstractValue | None:
         called = "wrapped state" if owner.called == "wrapping" else "sharded state"
         if owner.called == "sharding" and owner.text.startswith(("FullyShardedDataParallel", "FSDP")):
             call.record("collective", call.name)  # gathers the parameters
-        conditions = call.interpreter.path.conditions
+        conditions = call.state.path.conditions
         several = bool(conditions) and conditions[-1].node is call.node
         return AbstractValue(f"{owner.text}.state_dict()", called=called, receiver=owner, is_alternative=several)
     if call.name == "load_state_dict":
         is_wrapped = any(each.wraps is not None for each in owner.each())
         call.record("load_state", "wrapped" if is_wrapped else "plain", owner, call.argument(0, "state_dict"))
     if call.name in ("eval", "train") and not call.arguments:
-        call.interpreter.path.evaluates = call.name == "eval"
+        call.state.path.evaluates = call.name == "eval"
     if call.name in _SAME_OBJECT:
         return owner
     if isinstance(owner.constant, str) and call.name in _TEXT_METHODS and all(each.is_known for each in call.arguments):
@@ -274,6 +290,6 @@ def _forward(call: LibraryCall) -> AbstractValue:
     result = AbstractValue(call.path)
     for inner in model.wraps.each() if model.wraps is not None else ():
         if inner.instance_of is not None:
-            result = call.interpreter.call(inner, call.arguments, call.keywords, call.node)
+            result = call.run(inner, call.arguments, call.keywords)
     result.facts -= {Fact.INNER_OUTPUT}
     return output_of(model, result, call.arguments)

@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -92,6 +92,11 @@ class ClassObject:
                 return found
         return None
 
+    def parent(self) -> ClassObject:
+        """Returns a class with the members that the class inherits, as `super` provides them."""
+        bases = [base.class_object for base in self.bases if base.class_object is not None]
+        return ClassObject(self.node, {}, tuple(AbstractValue("", class_object=base) for base in bases))
+
     def base_names(self) -> Iterator[str]:
         """Yields the names of all bases, including indirect bases through classes in the script."""
         for base in self.bases:
@@ -143,6 +148,11 @@ class AbstractValue:
     def called_name(self) -> str:
         """The last part of the name of the function that returned the value."""
         return self.called.rpartition(".")[2]
+
+    @property
+    def is_module(self) -> bool:
+        """Whether the value is an imported module or an attribute of a module."""
+        return self.called == "import" or (self.receiver is not None and self.receiver.called == "import")
 
     @property
     def is_plain(self) -> bool:
@@ -316,71 +326,6 @@ _MAIN_NAME = re.compile(
 _LOCAL_MAIN_NAME = re.compile(rf"(is_)?local_{_ROLE}(_?(process|proc|rank|worker))?|is_{_ROLE}_?(local|on_node)\w*")
 
 
-Scope = dict[str, AbstractValue]
-Assignments = dict[tuple[int, str], tuple[Scope, AbstractValue]]
-"""The last value that a branch assigns to each variable in each scope."""
-
-_MISSING = AbstractValue("missing")
-
-
-class AssignmentLog:
-    """Records assignments to variables and attributes, so that each branch of a test starts with the same values.
-
-    `begin` is called before a branch and `undo` after it. `merge` then assigns to each variable the alternatives from
-    all branches.
-    """
-
-    def __init__(self) -> None:
-        self._branches: list[list[tuple[Scope, str, AbstractValue]]] = []
-
-    def store(self, scope: Scope, name: str, value: AbstractValue) -> None:
-        """Assigns a variable."""
-        if self._branches:
-            self._branches[-1].append((scope, name, scope.get(name, _MISSING)))
-        scope[name] = value
-
-    def begin(self) -> None:
-        """Begins a branch. Branches can be nested."""
-        self._branches.append([])
-
-    def undo(self) -> Assignments:
-        """Undoes the assignments of the current branch, and returns them."""
-        branch = self._branches.pop()
-        assigned = {(id(scope), name): (scope, scope.get(name, _MISSING)) for scope, name, _ in branch}
-        for scope, name, before in reversed(branch):
-            if before is _MISSING:
-                scope.pop(name, None)
-            else:
-                scope[name] = before
-        return assigned
-
-    def merge(self, branches: Sequence[Assignments], facts: frozenset[Fact] = frozenset()) -> None:
-        """Assigns to each variable the alternatives from all branches.
-
-        If `facts` states that the test differs between the ranks, so do the numbers that only one branch assigns.
-        """
-        for identity in {each: None for branch in branches for each in branch}:
-            scope = next(branch[identity][0] for branch in branches if identity in branch)
-            before = scope.get(identity[1], _MISSING)
-            values = [branch[identity][1] if identity in branch else before for branch in branches]
-            present = [value for value in values if value is not _MISSING]
-            if present:
-                self.store(scope, identity[1], _with_facts(either(present), facts))
-
-
-def _with_facts(value: AbstractValue, facts: frozenset[Fact]) -> AbstractValue:
-    """Adds facts to a number, a flag or a value without known structure; returns other values unchanged."""
-    if not facts or (value.is_known and not isinstance(value.constant, (bool, int, float))):
-        return value
-    if value.alternatives:
-        parts = tuple(_with_facts(each, facts) for each in value.alternatives)
-        return replace(value, facts=value.facts | facts, alternatives=parts)
-    structures = (value.function, value.class_object, value.instance_of, value.items, value.wraps, value.wrapper)
-    if any(each is not None for each in structures) or value.is_object or value.called == "asynchronous":
-        return value
-    return replace(value, facts=value.facts | facts)
-
-
 _OPERATORS: dict[type[ast.AST], Callable[..., object]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Div: operator.truediv, ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
@@ -419,6 +364,25 @@ def unary(op: ast.unaryop, operand: AbstractValue) -> AbstractValue:
             return known(_OPERATORS[type(op)](operand.constant), operand.inherited())
     text = shortened(f"{type(op).__name__}({operand.text})")
     return AbstractValue(text, facts=operand.inherited() | {Fact.OPAQUE}, arguments=(operand,))
+
+
+def boolean(op: ast.boolop, values: list[AbstractValue]) -> AbstractValue:
+    """Returns the result of `and` or `or` with these operands; further operands have no influence on the result."""
+    stops_at = isinstance(op, ast.Or)
+    decided = next((value for value in values if value.truth() is stops_at), None)
+    facts = frozenset().union(*(value.facts for value in values)) - {Fact.OPAQUE}
+    unknown = [value for value in values if value.truth() is None]
+    if decided is not None and not unknown:
+        return decided
+    if decided is not None and not stops_at:
+        return known(False, facts)
+    if not unknown:
+        return values[-1]
+    if stops_at:
+        return either([*unknown, values[-1]] if decided is None else [*unknown, decided])
+    if len(unknown) == 1 and len(values) == 1:
+        return unknown[0]
+    return AbstractValue(shortened(" and ".join(each.text for each in unknown)), facts=facts | {Fact.OPAQUE})
 
 
 def compare(op: ast.cmpop, left: AbstractValue, right: AbstractValue, identity: SimulatedRank) -> AbstractValue:
@@ -469,6 +433,14 @@ def _selected(value: AbstractValue, index: AbstractValue) -> AbstractValue:
         return known(value.constant, value.facts | facts)
     text = shortened(f"{value.text}[{index.text}]")
     return AbstractValue(text, facts=value.inherited() | facts, arguments=(value,))
+
+
+def dict_of(keys: Sequence[AbstractValue | None], values: Sequence[AbstractValue]) -> AbstractValue:
+    """Returns a dict with these entries; the key of an unpacked dict is None."""
+    pairs = list(zip(keys, values, strict=False))
+    entries = {f"[{key.text}]": value for key, value in pairs if key is not None and key.is_known}
+    text = shortened("{" + ", ".join(f"{key.text if key else '**'}: {value.text}" for key, value in pairs) + "}")
+    return AbstractValue(text, attributes=entries, arguments=tuple(values), facts=inherited_facts(values))
 
 
 def text_of_parts(parts: list[AbstractValue]) -> AbstractValue:
