@@ -401,25 +401,23 @@ def _is_ordered(job: JobTrace, event: TraceEvent) -> bool:
 
 def initialization(job: JobTrace) -> Iterator[Diagnostic]:
     """Reports calls that require the process group but are made before it is created."""
-    places = set()
+    first_events: dict[ast.AST, TraceEvent] = {}
     for trace in job.traces:
         early: list[TraceEvent] = []
         for event in job.of(trace, "init", "wrap", "collective", "query", "message"):
             if event.kind == "init":
-                places |= {(each.node, each) for each in early if event.name not in ("Accelerator", "imported")}
+                for each in early if event.name not in ("Accelerator", "imported") else ():
+                    first_events.setdefault(each.node, each)
                 break
             early.append(event)
-        if places:
+        if first_events:
             break
-    reported: set[ast.AST] = set()
-    for node, event in sorted(places, key=lambda place: place[1].line):
-        if node not in reported:
-            reported.add(node)
-            reason = "the process group does not exist yet"
-            fix = "call init_process_group() before it"
-            uncertain = any(not each.is_known for each in event.conditions)
-            confidence = job.confidence(event, unless=uncertain)
-            yield found(event, "before-init", f"{event.name}() before init_process_group()", reason, fix, confidence)
+    for event in sorted(first_events.values(), key=lambda event: event.line):
+        reason = "the process group does not exist yet"
+        fix = "call init_process_group() before it"
+        uncertain = any(not each.is_known for each in event.conditions)
+        confidence = job.confidence(event, unless=uncertain)
+        yield found(event, "before-init", f"{event.name}() before init_process_group()", reason, fix, confidence)
 
 
 def waits(job: JobTrace) -> Iterator[Diagnostic]:

@@ -20,3 +20,10 @@ def test_a_message_names_the_ranks_and_the_line_of_the_test():
     assert found.seen == "barrier()"
     assert found.reason.startswith("only the ranks below 2 would make this call (the test is on line 3)")
     assert found.fix == "move the call out of the branch, so that all ranks make it"
+
+
+def test_findings_on_one_line_are_in_the_order_of_the_calls():
+    calls = ["get_rank()", "barrier()", "get_world_size()", "all_reduce(t)", "broadcast(t, 0)"]
+    text = f"import paceline as dist\nprint({', '.join(f'dist.{call}' for call in calls)})\ndist.init_process_group()\n"
+    seen = [found.seen.partition("(")[0] for found in findings(text) if found.about == "before-init"]
+    assert seen == [call.partition("(")[0] for call in calls]
