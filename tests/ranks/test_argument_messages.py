@@ -25,6 +25,24 @@ def name_what_was_passed() -> None:
     raises(TypeError, tensors + "ndarray", lambda: dist.all_reduce(numpy.zeros(2)))
     raises(ValueError, "broadcast: src is 5, which is not in ProcessGroup(", lambda: dist.broadcast(two, 5))
     raises(TypeError, "broadcast: src is '0' (str); a rank is an integer", lambda: dist.broadcast(two, "0"))
+    lists = "it must be a list with one entry for each of the 2 ranks"
+    raises(TypeError, f"all_gather: the list of outputs is None; {lists}", lambda: dist.all_gather(None, two))
+    raises(TypeError, f"reduce_scatter: input_list is 3; {lists}", lambda: dist.reduce_scatter(two, 3))
+    raises(TypeError, f"all_to_all: input_tensor_list is None; {lists}", lambda: dist.all_to_all([two, two], None))
+    raises(ValueError, "output_tensor_lists is NoneType", lambda: dist.all_gather_coalesced(None, [two]))
+    raises(TypeError, "output_tensor must be a tensor, not NoneType", lambda: dist.all_gather_into_tensor(None, two))
+    raises(TypeError, "input must be a tensor, not list of tensors", lambda: dist.reduce_scatter_tensor(two, [two]))
+    raises(TypeError, "all_to_all_single: input must be a tensor", lambda: dist.all_to_all_single(two, 1.0))
+    raises(
+        TypeError,
+        "output_split_sizes is a list; it must be a list of i",
+        lambda: dist.all_to_all_single(two, two, [0.5]),
+    )
+    raises(TypeError, "object_list is None; it must be a list of objects", lambda: dist.broadcast_object_list(None))
+    raises(TypeError, "send: tag is '1'; it must be an integer", lambda: dist.send(two, 1 - dist.get_rank(), tag="1"))
+    raises(TypeError, "new_group: ranks is a list; it must contain only integers", lambda: dist.new_group([None]))
+    for call in (dist.all_reduce, lambda tensor, op: dist.reduce(tensor, 0, op)):
+        raises(TypeError, "op must be a paceline.ReduceOp, ", lambda call=call: call(two, op=None))
     raises(ValueError, "send: dst is 9, which is not in ProcessGroup(", lambda: dist.send(two, 9))
     raises(TypeError, "it must be a list of P2POp objects", lambda: dist.batch_isend_irecv(two))
     raises(TypeError, "new_group: ranks is 1; it must be a list of ranks", lambda: dist.new_group(1))

@@ -213,6 +213,12 @@ def a_tensor_that_is_not_contiguous() -> None:
     assert not strided.is_contiguous()
     dist.all_reduce(strided)
     assert (strided == sum(range(1, size + 1))).all()
+    for async_op in (False, True):  # the source's tensor is only read, so its elements may share memory
+        copied = torch.tensor(5.0).expand(3) if rank == 0 else torch.zeros(3)
+        work = dist.broadcast(copied, 0, async_op=async_op)
+        if work is not None:
+            work.wait()
+        assert copied.tolist() == [5.0] * 3
 
 
 def a_tensor_without_dimensions() -> None:

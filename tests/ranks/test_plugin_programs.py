@@ -108,7 +108,13 @@ def compiled() -> Result:
         torch_dist.all_gather_into_tensor(whole, tensor)
         return whole * 2
 
-    return [*results, in_place(make(torch.float32, 12, rank))]
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def with_methods(tensor: torch.Tensor) -> torch.Tensor:
+        group = torch_dist.group.WORLD
+        order = [(peer + 1) % group.size() for peer in range(size)]
+        return functional.permute_tensor(tensor, order, group) * (1 + group.rank())
+
+    return [*results, in_place(make(torch.float32, 12, rank)), with_methods(make(torch.float32, 12, rank))]
 
 
 def compiled_ddp() -> Result:

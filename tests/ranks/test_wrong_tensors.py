@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -23,8 +24,10 @@ def tensors_without_rows_are_refused(call, size) -> None:
         call(rows, rows, [5, -1], [2, 2])
     with pytest.raises(ValueError, match=r"input_split_sizes is \[-1, 5\]"):
         call(rows, rows, [2, 2], [-1, 5])
-    call(rows, torch.arange(2.0 * size))
-    assert rows.tolist() == [2.0 * dist.get_rank() + each for each in range(2)] * size
+    for kind in (numpy.array, iter, torch.tensor):  # sizes need not be in a list
+        rows.zero_()
+        call(rows, torch.arange(2.0 * size), kind([2] * size), kind([2] * size))
+        assert rows.tolist() == [2.0 * dist.get_rank() + each for each in range(2)] * size
 
 
 def wrong_on_the_native_face() -> None:

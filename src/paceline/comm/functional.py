@@ -31,6 +31,7 @@ import torch
 from torch.autograd import Function
 
 from paceline.comm.engine.channel import DTYPE_CODES, DTYPES, PremulSum, ReduceOp, Reduction
+from paceline.comm.group.call_plan import split_sizes
 from paceline.comm.group.collectives import collectives
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager, eager_methods
@@ -256,7 +257,9 @@ def all_to_all_single(
         ValueError: the split sizes do not add up to the number of rows, or the rows cannot be split evenly.
     """
     members = _members(group, "all_to_all_single")
-    return applied(AllToAllSingle, members, output, output_split_sizes or None, input_split_sizes or None, input)
+    received = split_sizes(output_split_sizes, "all_to_all_single", "output_split_sizes")
+    sent = split_sizes(input_split_sizes, "all_to_all_single", "input_split_sizes")
+    return applied(AllToAllSingle, members, output, received, sent, input)
 
 
 @eager_methods

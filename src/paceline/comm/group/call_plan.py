@@ -12,10 +12,11 @@ All functions raise:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from operator import index
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, cast
 
 import torch
 
@@ -35,6 +36,9 @@ CallPlan = tuple[CollectiveCall, Buffers]
 
 
 _MOST_TAG = 2**31 - 1  # the core's tags have 32 bits
+
+
+_NOT_A_REDUCTION = "op must be a paceline.ReduceOp, a paceline.PremulSum or a torch.distributed.ReduceOp, not {}"
 
 
 _UNSET = timedelta(0)
@@ -164,12 +168,18 @@ def plan_all_reduce(tensors: Tensors, op: Reduction, timeout_ns: int, any_order:
     ), buffers
 
 
-def plan_broadcast(tensors: Tensors, root: int, timeout_ns: int, any_order: bool = False) -> CallPlan:
+def plan_broadcast(
+    rank_map: RankMap, tensors: Tensors, root: int, timeout_ns: int, any_order: bool = False
+) -> CallPlan:
     """Returns the plan for a broadcast from group rank `root`; see `Buffers` for `any_order`."""
     listed = as_list(tensors, "broadcast")
     code = dtype_code(listed, "broadcast")
     buffers = Buffers(any_order=any_order)
-    outputs = [buffers.write(listed)]
+    if rank_map.rank == root:  # expanded tensors, for example, can be read but not written
+        outputs = [buffers.read(listed)]
+        buffers.written += listed
+    else:
+        outputs = [buffers.write(listed)]
     count = count_elements(listed)
     return CollectiveCall(Operation.BROADCAST, code, NO_REDUCTION, root, count, timeout_ns, [], outputs), buffers
 
@@ -315,10 +325,10 @@ def checked_reduction(
     """Returns the codes of the dtype and the reduction, and empty buffers with the scale factor from `op`.
 
     Raises:
-        TypeError: the reduction is not defined for the tensors.
+        TypeError: `op` is not a reduction, or is not defined for the tensors.
     """
     code = dtype_code(tensors, call)
-    op = reduction_of(op)
+    op = required_reduction(op)
     scale = op.factor if isinstance(op, PremulSum) else None
     reduce_code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
     if op is ReduceOp.PREMUL_SUM:
@@ -340,8 +350,11 @@ def checked_tag(tag: int, call: str) -> int:
     """Returns `tag` if it is valid.
 
     Raises:
+        TypeError: `tag` is not an integer.
         ValueError: `tag` is negative, or has more than 31 bits.
     """
+    if not hasattr(tag, "__index__"):
+        raise TypeError(f"{call}: tag is {short_repr(tag)}; it must be an integer")
     if not 0 <= tag <= _MOST_TAG:
         raise ValueError(f"{call}: tag is {tag}; it must be from 0 to {_MOST_TAG}")
     return tag
@@ -396,13 +409,38 @@ def rows_by_rank(
     return list(whole.detach().split(list(sizes)))
 
 
+def split_sizes(sizes: Iterable[SupportsIndex] | None, call: str, name: str) -> list[int] | None:
+    """Returns the sizes of the ranks' parts as a list of integers, or None if there are none.
+
+    Args:
+        sizes: a list, or any other iterable of integers, such as a NumPy array.
+        call, name: the called function and its argument, for the error message.
+
+    Raises:
+        TypeError: `sizes` is not an iterable of integers.
+    """
+    if sizes is None:
+        return None
+    try:
+        return [index(size) for size in sizes] or None
+    except TypeError:
+        raise TypeError(
+            f"{call}: {name} is {short_repr(sizes)}; it must be a list of integers, one for each rank, or None"
+        ) from None
+
+
 def lists_by_rank(lists: Sequence[Tensors], rank_map: RankMap, call: str, argument: str) -> list[list[torch.Tensor]]:
     """Returns the entries of `lists`, one for each rank, as lists of tensors.
 
     Raises:
         ValueError: the number of entries differs from the number of ranks.
-        TypeError: an entry is neither a tensor nor a list of tensors.
+        TypeError: `lists` is not a list, or an entry is neither a tensor nor a list of tensors.
     """
+    if not isinstance(lists, Sized):
+        raise TypeError(
+            f"{call}: {argument} is {short_repr(lists)}; it must be a list with one entry for each of the "
+            f"{rank_map.size} ranks"
+        )
     if isinstance(lists, torch.Tensor) or len(lists) != rank_map.size:
         seen = type(lists).__name__ if isinstance(lists, torch.Tensor) else f"{len(lists)} entries"
         raise ValueError(f"{call}: {argument} needs one entry for each of the {rank_map.size} ranks, not {seen}")
@@ -417,7 +455,7 @@ def are_uneven(lists: Sequence[Tensors], rank_map: RankMap, call: str) -> bool:
     Raises:
         TypeError: an entry is neither a tensor nor a list of tensors.
     """
-    if isinstance(lists, torch.Tensor) or len(lists) != rank_map.size:
+    if isinstance(lists, torch.Tensor) or not isinstance(lists, Sized) or len(lists) != rank_map.size:
         return False
     return len({count_elements(as_list(entry, call)) for entry in lists}) > 1
 
@@ -430,10 +468,10 @@ def require_counts(
     Raises:
         ValueError: one of the lists has the wrong number of elements.
     """
-    for index, tensors in enumerate(lists):
+    for entry, tensors in enumerate(lists):
         if count_elements(tensors) != count:
             raise ValueError(
-                f"rank {rank_map.me.rank}: {call}: entry {index} of {argument} has {count_elements(tensors)} elements; "
+                f"rank {rank_map.me.rank}: {call}: entry {entry} of {argument} has {count_elements(tensors)} elements; "
                 f"all must have {count}"
             )
 
@@ -497,14 +535,22 @@ def reduction_of(op: object) -> Reduction:
         return op
     ours = ReduceOp.__members__.get(str(getattr(kind, "name", None)))
     if ours is None or (not hasattr(type(op), "RedOpType") and not type(op).__name__ == "RedOpType"):
-        raise TypeError(
-            f"op must be a paceline.ReduceOp, a paceline.PremulSum or a torch.distributed.ReduceOp, "
-            f"not {short_repr(op)} ({type(op).__name__})"
-        )
+        raise TypeError(_NOT_A_REDUCTION.format(f"{short_repr(op)} ({type(op).__name__})"))
     if ours is ReduceOp.PREMUL_SUM:
         factor: float | torch.Tensor = cast(Any, op).__getstate__()[1]
         return PremulSum(factor)
     return ours
+
+
+def required_reduction(op: object) -> Reduction:
+    """Converts a reduction like `reduction_of`, but rejects None, as torch's functions do.
+
+    Raises:
+        TypeError: `op` is None, or is not a reduction that Paceline supports.
+    """
+    if op is None:
+        raise TypeError(_NOT_A_REDUCTION.format("None"))
+    return reduction_of(op)
 
 
 def one_list(lists: Sequence[Tensors], call: str) -> Sequence[torch.Tensor]:

@@ -71,7 +71,9 @@ from paceline.comm.group.call_plan import (
     plan_scatter,
     plan_uneven_reduce_scatter,
     reduction_of,
+    required_reduction,
     rows_by_rank,
+    split_sizes,
     time_limit,
 )
 from paceline.comm.group.compression import Wire, WireKind, WireLike, is_quantizable, with_wire
@@ -276,6 +278,7 @@ class ProcessGroup:
                 outcome = self._channel.all_reduce_tensor(tensors, op, self.timeout_ns)
             except TypeError:  # the core does not accept None
                 as_list(tensors, "all_reduce")
+                required_reduction(op)
                 raise
             if outcome is False:
                 outcome = self.fast_all_reduce(tensors, op)
@@ -287,7 +290,7 @@ class ProcessGroup:
                 raise self._error(outcome, (0, Operation.ALL_REDUCE, code, op, -1, tensors.numel()))
         listed = as_list(tensors, "all_reduce")
         if wire is None and len(listed) == 1 and listed[0].layout is torch.sparse_coo:
-            return self._all_reduce_sparse(listed[0], reduction_of(op), async_op, timeout)
+            return self._all_reduce_sparse(listed[0], required_reduction(op), async_op, timeout)
         plan = plan_all_reduce(listed, op, self.limit_ns(timeout), any_order)
         return self._run(plan if wire is None else with_wire(plan, wire, self.size()), async_op)
 
@@ -377,7 +380,7 @@ class ProcessGroup:
                 if outcome is not None:
                     raise self._error(outcome, (0, Operation.BROADCAST, code, NO_REDUCTION, root, count))
                 return None
-        return self._run(plan_broadcast(tensors, root, self.limit_ns(timeout), any_order), async_op)
+        return self._run(plan_broadcast(self.rank_map, tensors, root, self.limit_ns(timeout), any_order), async_op)
 
     def reduce(
         self,
@@ -458,7 +461,8 @@ class ProcessGroup:
         if are_options(op):
             inputs = one_list(inputs, "reduce_scatter")
             return self.reduce_scatter(output, inputs, reduction_of(op), True, time_limit(op))
-        if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)) and self.size() > 1:
+        has_one = isinstance(inputs, (list, tuple)) and len(inputs) == 1
+        if has_one and isinstance(inputs[0], (list, tuple)) and self.size() > 1:
             inputs = one_list(inputs, "reduce_scatter")  # torch's calling convention, without options
         if (
             async_op is False
@@ -506,7 +510,8 @@ class ProcessGroup:
         timeout: Timeout | None = None,
     ) -> Work | None:
         """Sends `inputs[r]` to each rank r, and receives data from each rank s into `outputs[s]`; sizes may differ."""
-        if async_op is False and timeout is None and inputs and isinstance(inputs[0], torch.Tensor):
+        are_listed = isinstance(inputs, (list, tuple)) and bool(inputs)
+        if are_listed and async_op is False and timeout is None and isinstance(inputs[0], torch.Tensor):
             first, parts = inputs[0], (self.size(), self.size())
             if self.try_fast_call(Operation.ALL_TO_ALL, first.dtype, first.numel(), inputs, outputs, parts):
                 return None
@@ -522,8 +527,11 @@ class ProcessGroup:
         timeout: Timeout | None = None,
     ) -> Work | None:
         """Performs an all_to_all on the rows of two tensors, divided by the split sizes or, if None, in equal parts."""
-        outputs = rows_by_rank(output, output_split_sizes, self.rank_map, "all_to_all_single", "output")
-        inputs = rows_by_rank(input, input_split_sizes, self.rank_map, "all_to_all_single", "input")
+        call = "all_to_all_single"
+        received = split_sizes(output_split_sizes, call, "output_split_sizes")
+        sent = split_sizes(input_split_sizes, call, "input_split_sizes")
+        outputs = rows_by_rank(output, received, self.rank_map, call, "output")
+        inputs = rows_by_rank(input, sent, self.rank_map, call, "input")
         plan = plan_all_to_all(self.rank_map, outputs, inputs, self.limit_ns(timeout))
         plan[1].profiled = [input]
         return join_works([self._run(plan, async_op)], "all_to_all_single", [output])
@@ -738,7 +746,7 @@ class ProcessGroup:
     ) -> Work:
         """Sends rows of `input` to each rank, as given by the split sizes or, by default, in equal parts."""
         limit = time_limit(opts, timeout)
-        work = self.all_to_all_rows(output, input, output_split_sizes or None, input_split_sizes or None, True, limit)
+        work = self.all_to_all_rows(output, input, output_split_sizes, input_split_sizes, True, limit)
         return _as_work(work)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Work:

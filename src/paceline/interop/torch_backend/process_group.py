@@ -21,7 +21,7 @@ from dataclasses import astuple, dataclass
 from datetime import timedelta
 from enum import Enum
 from multiprocessing import util
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -198,6 +198,18 @@ def _replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
     setattr(distributed_c10d, _SHRINK_FACTORY, make_or_return)
 
 
+class ConnectionDescriptor:
+    """A descriptor of an attribute that a group has only while it is connected; otherwise, access raises the reason.
+
+    `__getattr__` would serve the same purpose, but torch.compile does not support it in a process group.
+    """
+
+    def __get__(self, group: TorchProcessGroup | None, kind: type[TorchProcessGroup]) -> Any:
+        if group is None:
+            return self
+        raise group.absence_error()
+
+
 @eager_methods
 class TorchProcessGroup(torch_dist.ProcessGroup):
     """A process group created by torch.distributed's `init_process_group` or `new_group`.
@@ -219,6 +231,10 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     supports_abort_hooks = True
     supports_shrinking = _can_replace_shrink_group()
     bound_device_id: torch.device | None = None
+
+    _group = ConnectionDescriptor()
+    _world = ConnectionDescriptor()
+    _store = ConnectionDescriptor()
 
     def __init__(self, rendezvous: GroupRendezvous, world: World | None) -> None:
         super().__init__(rendezvous.rank, rendezvous.size)
@@ -516,12 +532,13 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """Performs `alltoall` on tensors that contain the parts in rank order, by default with equal sizes."""
-        received, sent = output_split_sizes or None, input_split_sizes or None
         return self._finish(
             opts,
             timeout,
             [output],
-            lambda a, t: collectives.all_to_all_single(output, input, received, sent, self._group, a, t),
+            lambda a, t: collectives.all_to_all_single(
+                output, input, output_split_sizes, input_split_sizes, self._group, a, t
+            ),
         )
 
     def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> TorchWork:
@@ -745,12 +762,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
             self._leaving.cancel()
             world.close()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in ("_group", "_world", "_store"):
-            raise self._absent()
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-    def _absent(self) -> Exception:
+    def absence_error(self) -> Exception:
         """Returns the error for a call on a group without connections."""
         me = f"rank {self._rank}: {self!r}"
         if self._absence is ClosedReason.ABORTED:

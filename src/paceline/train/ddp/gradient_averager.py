@@ -360,9 +360,14 @@ class GradientAverager:
         self.gradients.set_values([None] * len(own) if self._find_unused else self.gradients.zeros())
         return own
 
-    def missing_text(self, which: str) -> str:
-        """Returns the error message about parameters without a gradient; `which` describes the backward pass."""
-        missing, frozen = self.gradients.missing(), self.gradients.frozen()
+    def missing_text(self, which: str, missing: Sequence[str]) -> str:
+        """Returns the error message about the parameters `missing`, which have no gradient.
+
+        Args:
+            which: the description of the backward pass, such as "the last backward".
+            missing: the names of the parameters.
+        """
+        frozen = self.gradients.frozen()
         return missing_gradient_text(which, missing, frozen, len(self.gradients.names), self._static_graph)
 
     def late_text(self, index: int) -> str:

@@ -129,6 +129,8 @@ class ModuleMonitor:
         }
         new = [name for name, param in unknown.items() if param.requires_grad]
         gone = [name for name, param in self.tracked.trained.items() if id(param) not in now and name not in new]
+        if gone and not any(param.requires_grad for param in self._module.parameters()):
+            return  # torch.func.functional_call replaces all parameters for an evaluation; there is nothing to average
         if new or (gone and not self._may_leave_out):
             changes = [f"new: {', '.join(new[:5])}"] if new else []
             changes += [f"gone: {', '.join(gone[:5])}"] if gone else []

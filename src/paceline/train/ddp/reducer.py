@@ -87,6 +87,7 @@ class Reducer:
         self._state = BackwardState.IDLE
         self._outputs = OutputHooks(self._lock)
         self._copy_shared = False  # whether parameter gradients may share memory with those of forward's inputs
+        self._missing: list[str] = []  # in state INCOMPLETE: the parameters without a gradient when backward ended
         self._unused_at_first: set[str] | None = None  # parameters unused by the first forward pass; None before it
         self._install_hooks()
 
@@ -144,7 +145,7 @@ class Reducer:
             RuntimeError: some parameters have no gradient; the message contains their names and the fix.
         """
         if self._state is BackwardState.INCOMPLETE:
-            self._raise_missing("the last backward")
+            self._raise_missing("the last backward", self._missing)
 
     def expect(self, output: object, copy_shared: bool) -> None:
         """Registers `output` so that a backward pass through it averages the gradients.
@@ -297,6 +298,9 @@ class Reducer:
             self._state = BackwardState.IDLE
             return
         self._require_used()
+        self._missing = (
+            self._averager.gradients.missing()
+        )  # the program may clear all gradients before the next forward
         self._state = BackwardState.INCOMPLETE if is_awaited else BackwardState.IDLE
 
     def _require_used(self) -> None:
@@ -305,10 +309,10 @@ class Reducer:
         if unused and self._outputs.unreached == 0:
             missing = self._gradients.missing()
             if missing and unused.issuperset(missing):
-                self._raise_missing("this backward")
+                self._raise_missing("this backward", missing)
 
-    def _raise_missing(self, which: str) -> None:
-        raise RuntimeError(f"{self._me()}: {self._averager.missing_text(which)}")
+    def _raise_missing(self, which: str, missing: Sequence[str]) -> None:
+        raise RuntimeError(f"{self._me()}: {self._averager.missing_text(which, missing)}")
 
     def _me(self) -> str:
         return f"rank {self._averager.group.me.rank}"

@@ -10,7 +10,7 @@ All raise:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 
 import torch
 
@@ -238,6 +238,7 @@ def _of_ranks(
 
 
 def _require_length(entries: Sequence[object], count: int, call: str, name: str, what: str) -> None:
-    if isinstance(entries, torch.Tensor) or len(entries) != count:
-        seen = type(entries).__name__ if isinstance(entries, torch.Tensor) else f"{len(entries)} entries"
+    is_list = isinstance(entries, Sized) and not isinstance(entries, torch.Tensor)
+    if not is_list or len(entries) != count:
+        seen = f"{len(entries)} entries" if is_list else type(entries).__name__
         raise ValueError(f"{call}: {name} is {seen}; it must be a list of {count}, {what}")

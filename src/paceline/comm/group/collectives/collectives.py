@@ -34,8 +34,8 @@ import torch
 
 from paceline.comm.engine.adapters.device_streams import accelerator_in_use
 from paceline.comm.engine.channel import ReduceOp, Reduction
-from paceline.comm.group.buffers import Tensors
-from paceline.comm.group.call_plan import parts_by_rank
+from paceline.comm.group.buffers import Tensors, require_tensor
+from paceline.comm.group.call_plan import parts_by_rank, split_sizes
 from paceline.comm.group.compression import WireLike
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
@@ -298,6 +298,8 @@ def all_gather_into_tensor(
     chosen = resolve(group, "all_gather_into_tensor")
     if chosen is None:
         return None
+    require_tensor(output_tensor, "all_gather_into_tensor", "output_tensor")
+    require_tensor(input_tensor, "all_gather_into_tensor", "input_tensor")
     if async_op is False and timeout is None and chosen.try_fast_all_gather(output_tensor, input_tensor):
         return None
     count = input_tensor.numel()
@@ -371,6 +373,8 @@ def reduce_scatter_tensor(
     chosen = resolve(group, "reduce_scatter_tensor")
     if chosen is None:
         return None
+    require_tensor(output, "reduce_scatter_tensor", "output")
+    require_tensor(input, "reduce_scatter_tensor", "input")
     if async_op is False and timeout is None and chosen.try_fast_reduce_scatter(output, input, op):
         return None
     parts = parts_by_rank(input, output.numel(), chosen.rank_map, "reduce_scatter_tensor", "input")
@@ -436,10 +440,13 @@ def all_to_all_single(
     chosen = resolve(group, "all_to_all_single")
     if chosen is None:
         return None
-    is_even = not (output_split_sizes or input_split_sizes)
+    require_tensor(output, "all_to_all_single", "output")
+    require_tensor(input, "all_to_all_single", "input")
+    received = split_sizes(output_split_sizes, "all_to_all_single", "output_split_sizes")
+    sent = split_sizes(input_split_sizes, "all_to_all_single", "input_split_sizes")
+    is_even = received is sent is None
     if is_even and async_op is False and timeout is None and chosen.try_fast_all_to_all(output, input):
         return None
-    received, sent = output_split_sizes or None, input_split_sizes or None
     return chosen.all_to_all_rows(output, input, received, sent, async_op, timeout)
 
 

@@ -35,7 +35,7 @@ from paceline.comm.group.default import Group, get_global_rank, resolve
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.durations import Timeout
-from paceline.errors import CollectiveMismatchError, CollectiveObjectError
+from paceline.errors import CollectiveMismatchError, CollectiveObjectError, short_repr
 
 _CANNOT_SEND = -1
 
@@ -123,6 +123,7 @@ def broadcast_object_list(
     The default source is rank 0.
 
     Raises:
+        TypeError: `object_list` is not a list.
         ValueError: `device` is not the CPU.
     """
     call = "broadcast_object_list"
@@ -130,6 +131,7 @@ def broadcast_object_list(
     if chosen is None:
         return
     require_cpu(device, call)
+    _require_list(object_list, call)
     root = chosen.rank_map.root_rank(src, group_src, call, "src", 0)
     outgoing = None
     announcement = announcement_for(len(object_list))
@@ -220,6 +222,7 @@ def send_object_list(
     if chosen is None:
         return
     require_cpu(device, call)
+    _require_list(object_list, call)
     peer = peer_rank(chosen, dst, group_dst, call, "dst")
     outgoing = OutgoingObjects(chosen, call, object_list, "object_list[{}]", allow_pickle)
     chosen.send([outgoing.announcement], peer, _TAG, False, timeout)
@@ -257,6 +260,7 @@ def recv_object_list(
     if chosen is None:
         return -1
     require_cpu(device, call)
+    _require_list(object_list, call)
     announcement = announcement_for(len(object_list))
     if src is None and group_src is None:
         peer = receive_from_any(chosen, [announcement], _TAG, timeout)
@@ -450,6 +454,11 @@ def require_cpu(device: torch.device | str | None, call: str) -> None:
     """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"{call}: device is {device}; objects are sent as CPU tensors; leave device out")
+
+
+def _require_list(objects: object, call: str) -> None:
+    if not isinstance(objects, (list, tuple)):
+        raise TypeError(f"{call}: object_list is {short_repr(objects)}; it must be a list of objects")
 
 
 def _require_entries(entries: list[Any] | None, count: int, call: str, name: str, what: str) -> None:

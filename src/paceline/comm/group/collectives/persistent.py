@@ -20,7 +20,7 @@ from torch.autograd import profiler
 
 from paceline import _core
 from paceline.comm.engine.channel import CallOutcome, ReduceOp, Reduction
-from paceline.comm.group.buffers import Tensors, as_list, count_writes, memory_layout
+from paceline.comm.group.buffers import Tensors, as_list, count_writes, memory_layout, require_tensor
 from paceline.comm.group.call_plan import (
     CallPlan,
     are_uneven,
@@ -36,6 +36,7 @@ from paceline.comm.group.call_plan import (
     plan_reduce_scatter,
     plan_scatter,
     rows_by_rank,
+    split_sizes,
 )
 from paceline.comm.group.collectives.point_to_point import peer_rank
 from paceline.comm.group.compression import Wire, WireLike, with_wire
@@ -333,6 +334,8 @@ def all_gather_into_tensor_init(
     if chosen is None:
         return no_op_call("all_gather_into_tensor")
     name = "all_gather_into_tensor"
+    require_tensor(output_tensor, name, "output_tensor")
+    require_tensor(input_tensor, name, "input_tensor")
     parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen.rank_map, name, "output_tensor")
     return _all_gather(name, chosen, parts, input_tensor, timeout, output_tensor)
 
@@ -378,7 +381,10 @@ def reduce_scatter_tensor_init(
     chosen = resolve(group, "reduce_scatter_tensor_init")
     if chosen is None:
         return no_op_call("reduce_scatter_tensor")
-    parts = parts_by_rank(input, output.numel(), chosen.rank_map, "reduce_scatter_tensor", "input")
+    name = "reduce_scatter_tensor"
+    require_tensor(output, name, "output")
+    require_tensor(input, name, "input")
+    parts = parts_by_rank(input, output.numel(), chosen.rank_map, name, "input")
     return _reduce_scatter("reduce_scatter_tensor", chosen, output, parts, op, timeout, input)
 
 
@@ -426,9 +432,14 @@ def all_to_all_single_init(
     chosen = resolve(group, "all_to_all_single_init")
     if chosen is None:
         return no_op_call("all_to_all_single")
-    outputs = rows_by_rank(output, output_split_sizes or None, chosen.rank_map, "all_to_all_single", "output")
-    inputs = rows_by_rank(input, input_split_sizes or None, chosen.rank_map, "all_to_all_single", "input")
-    return _all_to_all("all_to_all_single", chosen, outputs, inputs, timeout, output, input)
+    name = "all_to_all_single"
+    require_tensor(output, name, "output")
+    require_tensor(input, name, "input")
+    received = split_sizes(output_split_sizes, name, "output_split_sizes")
+    sent = split_sizes(input_split_sizes, name, "input_split_sizes")
+    outputs = rows_by_rank(output, received, chosen.rank_map, name, "output")
+    inputs = rows_by_rank(input, sent, chosen.rank_map, name, "input")
+    return _all_to_all(name, chosen, outputs, inputs, timeout, output, input)
 
 
 def _all_to_all(
@@ -471,7 +482,7 @@ def broadcast_init(
     if chosen is None:
         return no_op_call("broadcast")
     root = chosen.rank_map.root_rank(src, group_src, "broadcast", "src")
-    plan = plan_broadcast(tensor, root, chosen.timeout_ns)
+    plan = plan_broadcast(chosen.rank_map, tensor, root, chosen.timeout_ns)
 
     def make(async_op: bool) -> Work | None:
         return chosen.broadcast(tensor, root, async_op, timeout)
