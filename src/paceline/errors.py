@@ -48,6 +48,17 @@ def short_repr(value: object) -> str:
     return repr(value)[:_MOST_SHOWN] if is_short else f"a {type(value).__name__}"
 
 
+def printable(text: str) -> str:
+    """Escapes all characters but printable ones and line breaks, so that names in a file cannot control a terminal.
+
+    >>> printable("a\\x1b[2J")
+    'a\\\\x1b[2J'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
 def ordinal(number: int) -> str:
     """Formats an ordinal number.
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import CheckpointError, and_more
+from paceline.errors import CheckpointError, and_more, printable
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.checkpoint import export as write
 from paceline.train.checkpoint.format.local_storage import open_storage
@@ -64,10 +64,10 @@ def _show_root(storage: Storage, listings: list[Listing], as_json: bool) -> None
         mark = "  <- latest" if listing.name == latest else ""
         step = "" if listing.step is None else f"step {listing.step}"
         state = "whole" if listing.fault is None else f"DAMAGED: {listing.fault}"
-        print(f"{listing.name:<20} {step:<14} {size_text(listing.nbytes):>10}  {state}{mark}")
+        print(printable(f"{listing.name:<20} {step:<14} {size_text(listing.nbytes):>10}  {state}{mark}"))
     for name in dead:
         state = "is being written" if storage.is_held(name) else "was not finished; the next save removes it"
-        print(f"{name}  {state}")
+        print(printable(f"{name}  {state}"))
 
 
 def _show_checkpoint(checkpoint: Checkpoint, as_json: bool) -> None:
@@ -91,7 +91,8 @@ def _show_checkpoint(checkpoint: Checkpoint, as_json: bool) -> None:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.written_at_s))
     step = "" if manifest.step is None else f"step {manifest.step}, "
     ranks = f"{manifest.world_size} rank" + "s" * (manifest.world_size != 1)
-    print(f"{checkpoint.describe()}: {step}saved {when} by {ranks} of Paceline {manifest.paceline}")
+    version = _one_line(manifest.paceline)
+    print(printable(f"{checkpoint.describe()}: {step}saved {when} by {ranks} of Paceline {version}"))
     print(f"{len(manifest.tensors)} tensors in {len(manifest.files)} files, {size_text(nbytes)}")
     _show_tensors(
         {
@@ -107,14 +108,14 @@ def _show_foreign(source: CheckpointContents, as_json: bool) -> None:
         tensors = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in source.tensors.items()}
         print(json.dumps({"title": source.title, "tensors": tensors, "values": source.values}))
         return
-    print(f"{source.title}: {len(source.tensors)} tensors")
+    print(printable(f"{source.title}: {len(source.tensors)} tensors"))
     _show_tensors({name: (dtype, shape, "") for name, (dtype, shape) in source.tensors.items()})
     _show_values(source.values)
 
 
 def _show_tensors(tensors: dict[str, tuple[str, tuple[int, ...], str]]) -> None:
-    width = max(map(len, tensors), default=0)
-    for name, (dtype, shape, note) in tensors.items():
+    width = max(map(len, map(_one_line, tensors)), default=0)
+    for name, (dtype, shape, note) in zip(map(_one_line, tensors), tensors.values(), strict=True):
         extents = " x ".join(map(str, shape)) or "scalar"
         nbytes = size_text(nbytes_of(dtype, shape)) if dtype in ITEMSIZE else ""
         print(f"  {name:<{width}}  {dtype:<8} {extents:<16} {nbytes:>9}  {note}".rstrip())
@@ -122,7 +123,12 @@ def _show_tensors(tensors: dict[str, tuple[str, tuple[int, ...], str]]) -> None:
 
 def _show_values(values: dict[str, Json]) -> None:
     for name, value in values.items():
-        print(f"  {name} = {json.dumps(value)}")
+        print(f"  {_one_line(name)} = {json.dumps(value)}")
+
+
+def _one_line(name: str) -> str:
+    """Returns a name from a file for printing; a line break in it must not look like the next line of the output."""
+    return printable(name).replace("\n", "\\n")
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -154,9 +160,9 @@ def _verify_one(storage: Storage, name: str) -> list[str]:
     except CheckpointError as error:
         faults = [str(error)]
     if not faults:
-        print(f"{where}: intact; {tensors} tensors, {size_text(nbytes)} compared with their digests")
+        print(printable(f"{where}: intact; {tensors} tensors, {size_text(nbytes)} compared with their digests"))
     for fault in faults:
-        print(f"{where}: DAMAGED: {fault}")
+        print(_one_line(f"{where}: DAMAGED: {fault}"))
     return faults
 
 
@@ -166,7 +172,7 @@ def diff(options: argparse.Namespace) -> int:
     with first.closing, second.closing:
         differences = [*_tensors(first, second, options.only), *_values(first, second, options.only)]
         for line in differences:
-            print(line)
+            print(_one_line(line))
         if not differences:
             print(f"{first.title} and {second.title} are identical: {len(first.tensors)} tensors, bit for bit")
     return 1 if differences else 0
@@ -187,7 +193,14 @@ def _tensors(first: CheckpointContents, second: CheckpointContents, only: str | 
         elif name not in first.tensors:
             lines.append(f"{name}: only in {second.title}")
         elif not _have_same_digests(first.checkpoint, second.checkpoint, name):
-            lines.extend(_difference(name, first.read(name), second.read(name)))
+            try:
+                lines.extend(_difference(name, first.read(name), second.read(name)))
+            except (MemoryError, RuntimeError) as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(
+                    f"the tensor {name} could not be compared: {error or 'too little memory'}"
+                ) from None
     return lines
 
 
@@ -207,8 +220,10 @@ def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> list[str]:
 
     from paceline.comm.engine.channel import byte_view
 
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if one.dtype != other.dtype or one.shape != other.shape or one.layout != other.layout:
         return [f"{name}: {_kind(one)} and {_kind(other)}"]
+    if (kind := _incomparable(one) or _incomparable(other)) is not None:
+        return [f"{name}: not compared, because it is {kind}"]
     # The comparison is bitwise: NaN equals NaN, and 0.0 differs from -0.0.
     bits, other_bits = (byte_view(tensor.contiguous()) for tensor in (one, other))
     if torch.equal(bits, other_bits):
@@ -219,8 +234,20 @@ def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> list[str]:
     return [f"{name}: {int(differs.sum())} of {one.numel()} elements differ, by up to {distance.max().item():.3g}"]
 
 
+def _incomparable(tensor: torch.Tensor) -> str | None:
+    """Returns the kind of a tensor whose elements are not in dense memory, or None for other tensors."""
+    import torch
+
+    if tensor.layout != torch.strided:
+        return "sparse"
+    if tensor.is_quantized:
+        return "quantized"
+    return "without data" if tensor.is_meta else None
+
+
 def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    layout = "" if str(tensor.layout) == "torch.strided" else f" ({str(tensor.layout).removeprefix('torch.')})"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{layout}"
 
 
 def _values(first: CheckpointContents, second: CheckpointContents, only: str | None) -> list[str]:
@@ -377,7 +404,7 @@ def leaves(value: Json, name: str = "") -> list[tuple[str, Json]]:
     elif isinstance(value, dict) and isinstance(inner := value.get("$tuple", value.get("$dict")), list):
         members = [(str(index), member) for index, member in enumerate(inner)]
         if "$dict" in value:
-            members = [(json.dumps(pair[0]), pair[1]) for pair in inner if isinstance(pair, list)]
+            members = [(json.dumps(pair[0]), pair[1]) for pair in inner if isinstance(pair, list) and len(pair) == 2]
     else:
         return [(name, value)]
     if name and not members:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import platform
 import select
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, printable
 from paceline.linux import interrupts_raised
 from paceline.operate.launch.command import add_run_arguments, run
 from paceline.operate.launch.flags import SHELLS, MissingShtabError, Parser, completion_script, is_flag
@@ -90,7 +91,12 @@ def _run_checkpoint_command(options: argparse.Namespace) -> int:
     try:
         return actions[options.action](options)
     except CheckpointError as error:
-        print(f"paceline checkpoint {options.action}: {error}", file=sys.stderr)
+        print(printable(f"paceline checkpoint {options.action}: {error}"), file=sys.stderr)
+        return 2
+    except RecursionError:
+        print(
+            f"paceline checkpoint {options.action}: the values of the checkpoint are nested too deeply", file=sys.stderr
+        )
         return 2
 
 
@@ -496,6 +502,9 @@ def _run_printing(command: Callable[[argparse.Namespace], int], options: argpars
 
     The code is 128 + SIGPIPE if the output was closed (`... | head`), and 128 + SIGINT after Ctrl-C.
     """
+    for stream in (sys.stdout, sys.stderr):  # with LANG=C, names of other alphabets are escaped
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         with interrupts_raised():
             code = command(options)

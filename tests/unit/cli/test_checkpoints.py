@@ -163,3 +163,36 @@ def test_long_work_says_how_far_it_is(capsys):
 def test_the_examples_in_docstrings_run():
     for module in (paceline.cli.checkpoints, paceline.cli.checkpoints):
         assert doctest.testmod(module).failed == 0
+
+
+def test_names_in_files_cannot_control_the_terminal(tmp_path, command):
+    torch.save({"\x1b]0;x\x07\nstep_0000000009: intact": torch.ones(2), "\u202e\x9b2J": 1}, tmp_path / "m.pt")
+    torch.save({}, tmp_path / "empty.pt")
+    for words in (["inspect", tmp_path / "m.pt"], ["diff", tmp_path / "m.pt", tmp_path / "empty.pt"]):
+        _, text = command(*words)
+        assert all(char.isprintable() or char == "\n" for char in text)
+        assert r"\x1b]0;x\x07\nstep_0000000009: intact" in text and r"\u202e" in text
+        assert not any(line.startswith("step_0000000009") for line in text.splitlines())
+
+
+def test_directories_with_other_names_are_listed(tmp_path, command):
+    os.mkdir(os.fsencode(tmp_path) + b"/.writing-\xff\x1b[2J")
+    code, text = command("inspect", tmp_path)
+    assert code == 0 and text.startswith(r".writing-\udcff\x1b[2J  was not finished")
+
+
+def test_tensors_without_dense_data_are_not_compared(tmp_path, command):
+    kinds = {
+        "quantized": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+        "sparse": torch.eye(3).to_sparse(),
+        "without data": torch.empty(3, device="meta"),
+    }
+    torch.save(kinds, tmp_path / "m.pt")
+    code, text = command("diff", tmp_path / "m.pt", tmp_path / "m.pt")
+    assert code == 1 and text.splitlines() == [f"{kind}: not compared, because it is {kind}" for kind in sorted(kinds)]
+
+
+def test_a_tensor_that_memory_cannot_hold_is_not_compared(tmp_path, command):
+    torch.save({"w": torch.ones(1).expand(1 << 50)}, tmp_path / "m.pt")
+    code, text = command("diff", tmp_path / "m.pt", tmp_path / "m.pt")
+    assert code == 2 and text.startswith("paceline checkpoint diff: the tensor w could not be compared: ")

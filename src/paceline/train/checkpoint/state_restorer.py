@@ -369,6 +369,12 @@ def _adopt_all(
                 f"({foreign.kind}); load it into an object of the saved type"
             )
         if module is not None:
+            if not all(isinstance(key, str) for key in found):
+                kind = next(type(key).__name__ for key in found if not isinstance(key, str))
+                raise CheckpointError(
+                    f"{full!r} is a module here, but in {foreign.path} ({foreign.kind}) it is a dict with a key "
+                    f"of type {kind}; load it into None to get the saved value"
+                )
             _adopt_module(module, found, strict)
         elif isinstance(value, dict) and holds_objects(value):
             _adopt_all(value, found, foreign, numberings, strict, full)

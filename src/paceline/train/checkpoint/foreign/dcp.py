@@ -14,7 +14,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import torch
@@ -25,6 +25,8 @@ from paceline.train.checkpoint.foreign.record_unpickler import (
     Make,
     PickledRecord,
     UnneededPickleError,
+    reason_of,
+    require_sound_torch_file,
     unpickle,
 )
 from paceline.train.checkpoint.format.local_storage import open_regular
@@ -160,6 +162,7 @@ class _Reader:
         through = {path[:depth] for path in paths for depth in range(len(path))}
         if len(paths) < len(items) or through & paths:
             raise _UnsoundMetadataError("it has two values at one place, or one within another")
+        _require_separate([item.chunks[0] for item in items.values() if item.dtype is None])
         return items
 
     def _item(self, name: str, found: object) -> Item:
@@ -209,6 +212,14 @@ class _Reader:
             raise _UnsoundMetadataError(f"{name} was transformed by something that is not listed")
         named = tuple(_text(transform, f"a transformation of {name}") for transform in transforms)
         return DcpChunk(offset or (), shape, file, start, nbytes, named)
+
+
+def _require_separate(chunks: list[DcpChunk]) -> None:
+    """Checks that no two objects share bytes, because each of them takes memory."""
+    ranges = sorted((os.path.normpath(chunk.file), chunk.start, chunk.nbytes) for chunk in chunks if chunk.nbytes)
+    for (file, start, nbytes), (other, begin, _) in pairwise(ranges):
+        if file == other and begin < start + nbytes:
+            raise _UnsoundMetadataError(f"two of its objects have the byte {begin:,} of {file!r}")
 
 
 def _dict(value: object, what: str) -> Mapping[object, object]:
@@ -287,7 +298,7 @@ class DcpDirectory:
         }
         self._nested: dict[str, torch.Tensor] = {}  # tensors inside objects, by name
         self.tensors = {
-            name: TensorInfo(getattr(torch, item.dtype), item.shape)
+            name: TensorInfo(_dtype_named(item.dtype, self.path), item.shape)
             for name, item in self._items.items()
             if item.dtype is not None
         }
@@ -297,11 +308,22 @@ class DcpDirectory:
         """Returns a tensor on the CPU, assembled from its chunks."""
         if name in self._nested:
             return self._nested[name]
-        info = self.tensors[name]
+        info, chunks = self.tensors[name], self._items[name].chunks
+        for chunk in chunks:  # checked before memory is allocated
+            size = os.stat(self._inside(chunk.file)).st_size if os.path.exists(self._inside(chunk.file)) else 0
+            if min(chunk.nbytes, size) < math.prod(chunk.shape) * info.dtype.itemsize:
+                raise CheckpointDamagedError(
+                    f"{self.path}/{chunk.file} is missing or truncated: it has too few bytes for the block "
+                    f"{list(chunk.shape)} of {name} at {chunk.offset}"
+                )
         whole = torch.empty(info.shape, dtype=info.dtype, device="cpu")
-        for chunk in self._items[name].chunks:
+        for chunk in chunks:
             part = self._load(name, chunk)
-            if not isinstance(part, torch.Tensor) or tuple(part.shape) != chunk.shape:
+            expected = (chunk.shape, info.dtype, torch.strided, torch.device("cpu"))
+            if (
+                not isinstance(part, torch.Tensor)
+                or (tuple(part.shape), part.dtype, part.layout, part.device) != expected
+            ):
                 raise CheckpointDamagedError(f"{self.path}/{chunk.file} does not hold {name} at {chunk.offset}")
             target = whole
             for axis, (first, size) in enumerate(zip(chunk.offset, chunk.shape, strict=True)):
@@ -313,7 +335,12 @@ class DcpDirectory:
         if item.dtype is not None:
             return TensorRef(name)
         held: dict[str, torch.Tensor] = {}
-        value = take_apart(name, self._load(name, item.chunks[0]), held)
+        try:
+            value = take_apart(name, self._load(name, item.chunks[0]), held)
+        except RecursionError:
+            raise CheckpointDamagedError(f"{self.path}: {name} is nested too deeply") from None
+        except TypeError as error:
+            raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from None
         self._nested.update(held)
         self.tensors.update(infos_of(held))
         return value
@@ -325,12 +352,14 @@ class DcpDirectory:
                 "torch.distributed.checkpoint can undo; load it there, and save it with paceline.save"
             )
         try:
-            data = _read(self._inside(chunk.file), chunk.start, chunk.nbytes)
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            data = io.BytesIO(_read(self._inside(chunk.file), chunk.start, chunk.nbytes))
+            require_sound_torch_file(data, f"{name} in {self.path}/{chunk.file}")
+            with torch.sparse.check_sparse_tensor_invariants():
+                return torch.load(data, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{self.path}/{chunk.file} holds an object for {name}, and unpickling objects can run any code that "
-                f"the file specifies: {str(error).splitlines()[0]} Leave it out of the state that is saved, or save "
+                f"the file specifies: {reason_of(error)}. Leave it out of the state that is saved, or save "
                 "plain values"
             ) from None
         except CheckpointError:
@@ -349,6 +378,15 @@ class DcpDirectory:
         if not path.is_relative_to(top):
             raise CheckpointError(f"{self.path}/.metadata refers to {file}, which is outside of the directory")
         return path
+
+
+def _dtype_named(name: str, where: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(
+            f"{where} has elements of the type {name}, which torch {torch.__version__} does not have; use a later torch"
+        )
+    return found
 
 
 def _read(path: Path, start: int = 0, nbytes: int = -1) -> bytes:

@@ -6,38 +6,24 @@ written by torch.save does not run code from its pickle.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-import struct
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Protocol
 
 import torch
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
 from paceline.train.checkpoint.foreign.dcp import DcpDirectory
+from paceline.train.checkpoint.foreign.record_unpickler import reason_of, require_sound_torch_file
 from paceline.train.checkpoint.format.local_storage import open_regular
 from paceline.train.checkpoint.format.safetensors_header import StoredTensor, length_of, read_header
 from paceline.train.checkpoint.format.values import TensorRef, escaped
 from paceline.train.checkpoint.pytree import CircularTreeError, TensorInfo, infos_of, put_together, take_apart, type_of
 
 _ZIP = b"PK\x03\x04"
-_PICKLE_MAGIC = b"\x80"  # first byte of files written by torch.save before torch 1.6
-_PICKLE_RECORD = "/data.pkl"
-# The size of an element in bytes, by storage class.
-_SIZES_OF_STORAGES = {
-    **dict.fromkeys(("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage"), 1),
-    **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
-    **dict.fromkeys(("ShortStorage", "HalfStorage", "BFloat16Storage"), 2),
-    **dict.fromkeys(("IntStorage", "FloatStorage", "QInt32Storage"), 4),
-    **dict.fromkeys(("LongStorage", "DoubleStorage", "ComplexFloatStorage"), 8),
-    "ComplexDoubleStorage": 16,
-}
-# The size of a record's header in a zip file. The lengths of the name and the extra field are at `_LENGTHS_AT`.
-_LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26
+_PICKLE = b"\x80"  # first byte of files written by torch.save before torch 1.6, and of some safetensors files
 
 
 class ForeignCheckpoint(Protocol):
@@ -83,11 +69,13 @@ def open_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint | None:
         return DcpDirectory(where)
     with open(open_regular(where, follows=True), "rb") as file:
         beginning = file.read(8)
-    if beginning.startswith((_ZIP, _PICKLE_MAGIC)):
+    if beginning.startswith(_ZIP):
         return TorchFile(where)
     try:
         length_of(beginning)
     except ValueError:
+        if beginning.startswith(_PICKLE):  # a safetensors file whose header has 128 bytes also begins with this byte
+            return TorchFile(where)
         raise CheckpointError(
             f"{where} is neither a checkpoint of Paceline, nor a file of torch.save or safetensors: it begins with "
             f"{beginning!r}"
@@ -117,7 +105,10 @@ class SafetensorsFile:
         dtype = self.tensors[name].dtype
         if stored.nbytes == 0:
             return torch.empty(stored.shape, dtype=dtype, device="cpu")
-        mapped = torch.from_file(self.path, shared=False, size=stored.offset + stored.nbytes, dtype=torch.uint8)
+        try:
+            mapped = torch.from_file(self.path, shared=False, size=stored.offset + stored.nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise CheckpointError(f"{self.path} cannot be mapped into memory: {error}") from None
         found = mapped[stored.offset :]
         if stored.offset % dtype.itemsize:  # other programs may write files with unaligned tensors
             found = found.clone()
@@ -129,7 +120,10 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
         with open(open_regular(path, follows=True), "rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
             beginning = file.read(8)
-            header = beginning + file.read(length_of(beginning) - len(beginning))
+            length = length_of(beginning)
+            if length > nbytes:
+                raise ValueError(f"its header has {length:,} bytes, but the file has {nbytes:,}")
+            header = beginning + file.read(length - len(beginning))
         tensors, _ = read_header(header)
     except ValueError as error:
         raise CheckpointDamagedError(f"{path} cannot be read as a safetensors file: {error}") from None
@@ -161,6 +155,8 @@ class TorchFile:
             raise CheckpointDamagedError(
                 f"{path} is nested too deeply, or contains an object that contains itself"
             ) from None
+        except TypeError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
         self.tensors = infos_of(self._tensors)
 
     def read(self, name: str) -> torch.Tensor:
@@ -172,10 +168,10 @@ def _load(path: Path) -> object:
     try:
         return _load_mapped(path)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
+        reason = reason_of(error)
         raise CheckpointError(
             f"{path} contains more than tensors and plain values, and unpickling objects can run any code that the "
-            f"file specifies: {reason} Save state_dicts; or, if you trust the file, convert it by "
+            f"file specifies: {reason}. Save state_dicts; or, if you trust the file, convert it by "
             f"`torch.save(torch.load({str(path)!r}, weights_only=False)['model'].state_dict(), 'new.pt')` or the like"
         ) from None
     except CheckpointError:
@@ -187,77 +183,6 @@ def _load(path: Path) -> object:
 def _load_mapped(path: Path) -> object:
     """Loads a file, and maps it if its format allows that. Files from before torch 1.6 cannot be mapped."""
     with open(open_regular(path, follows=True), "rb") as file:
-        is_mapped = file.read(2) == b"PK" and _are_records_whole(path, file)
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-
-
-def _are_records_whole(path: Path, file: BinaryIO) -> bool:
-    """Checks the sizes of the records against the pickle, because torch does not do so for mapped files.
-
-    Returns:
-        True if the records were checked, or False if the pickle contains more than tensors and plain values.
-
-    Raises:
-        CheckpointDamagedError: a record has the wrong size or overlaps another record.
-    """
-    with zipfile.ZipFile(file) as archive:
-        sizes = _sizes_of_records(path, archive, file)
-        top = next((name.removesuffix(_PICKLE_RECORD) for name in sizes if name.endswith(_PICKLE_RECORD)), "")
-        named = _Sizes(io.BytesIO(archive.read(f"{top}{_PICKLE_RECORD}")))
-        try:
-            named.load()
-        except Exception:  # the pickle contains other objects, which torch loads or rejects
-            return False
-    for key, nbytes in named.of_records:
-        if sizes.get(f"{top}/data/{key}") != nbytes:
-            raise CheckpointDamagedError(
-                f"{path} is inconsistent: a tensor of {nbytes:,} bytes is listed in its record {key}, which has "
-                "another size or is compressed"
-            )
-    return True
-
-
-def _sizes_of_records(path: Path, archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, int]:
-    """Returns the sizes of the records in bytes, by name (-1 for compressed records); checks that none overlap."""
-    records = sorted(archive.infolist(), key=lambda record: record.header_offset)
-    ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
-    found: dict[str, int] = {}
-    for record, end in zip(records, ends, strict=True):
-        file.seek(record.header_offset + _LENGTHS_AT)
-        begin = record.header_offset + _LOCAL_HEADER_NBYTES + sum(struct.unpack("<HH", file.read(4)))
-        if record.filename in found or begin + record.compress_size > end:
-            raise CheckpointDamagedError(f"{path} is inconsistent: its record {record.filename} occurs twice")
-        found[record.filename] = record.file_size if record.compress_type == zipfile.ZIP_STORED else -1
-    return found
-
-
-class _InertObject:
-    """A placeholder, without any behavior, for every object that a pickle refers to or creates."""
-
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-
-    def __call__(self, *_: object) -> _InertObject:
-        return _InertObject()
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-    def __setitem__(self, key: object, value: object) -> None:
-        pass
-
-
-class _Sizes(pickle._Unpickler):  # in Python, because the C unpickler allocates a memo of any requested size
-    """Collects the keys and sizes of the records that a pickle refers to, without creating any of its objects."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.of_records: set[tuple[str, int]] = set()
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _InertObject(name)
-
-    def persistent_load(self, pid: Any) -> object:
-        _, kind, key, _, count = pid
-        self.of_records.add((str(key), int(count) * _SIZES_OF_STORAGES[kind.name]))
-        return _InertObject()
+        is_mapped = require_sound_torch_file(file, str(path))
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)

@@ -1,18 +1,29 @@
-"""An unpickler that creates only plain values and inert records, and never accesses objects in the process.
+"""Unpicklers that create only plain values and inert records, and never access objects in the process.
 
 Python's own unpickler trusts the objects that `find_class` returns. BUILD sets attributes on any object, even a class
 or a function, and APPEND calls the `append` method of any object. A memo index of 2^31 allocates memory for 2^31
 entries, and a deeply nested tuple as a key overflows the C stack. In this unpickler, a name in the pickle stays a name,
 and calling it creates a `PickledRecord`. Only records have state, and keys are scalars or short flat tuples of scalars.
 The memory use is proportional to the length of the pickle.
+
+`unpickle` returns the records. `require_sound_torch_file` checks a file written by torch.save before torch reads it.
+torch's unpickler for weights runs no code, but it crashes on deeply nested keys, allocates memory of any size, and
+enlarges a storage that is too small for its tensor.
 """
 
 from __future__ import annotations
 
 import io
+import math
+import os
 import struct
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+from paceline.errors import CheckpointDamagedError, CheckpointError
 
 _SCALARS = (str, int, float, bytes, type(None))  # bool is a subclass of int
 _LONGEST_INT_NBYTES = 16
@@ -78,16 +89,23 @@ def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callab
         UnneededPickleError: the pickle uses a rejected name, or an operation that records do not need.
         ValueError: the pickle is damaged.
     """
-    return _Interpreter(data, known, key_of).run()
+    return _Interpreter(io.BytesIO(data), len(data), known, key_of).run()
 
 
 class _Interpreter:
+    longest_int_nbytes = _LONGEST_INT_NBYTES
+    operations: Mapping[bytes, Callable[[Any], object]] = MappingProxyType({})
+
     def __init__(
-        self, data: bytes, known: Callable[[Global], Make | None], key_of: Callable[[PickledRecord], object]
+        self,
+        file: BinaryIO,
+        nbytes: int,
+        known: Callable[[Global], Make | None],
+        key_of: Callable[[PickledRecord], object],
     ) -> None:
-        self._nbytes = len(data)
-        self._file = io.BytesIO(data)
-        self._read = self._file.read
+        self._nbytes = nbytes
+        self._file = file
+        self._read = file.read
         self._known = known
         self._key_of = key_of
         self._stack: list[object] = []
@@ -95,8 +113,8 @@ class _Interpreter:
 
     def run(self) -> object:
         while (code := self._read(1)) != b".":
-            if code in _OPERATIONS:
-                _OPERATIONS[code](self)
+            if (operation := self.operations.get(code) or _OPERATIONS.get(code)) is not None:
+                operation(self)
             elif code in _CONSTANTS:
                 self._stack.append(_CONSTANTS[code])
             elif code:
@@ -229,7 +247,7 @@ class _Interpreter:
 
     def long_number(self, layout: struct.Struct) -> None:
         nbytes = self._number(layout)
-        if nbytes > _LONGEST_INT_NBYTES:
+        if nbytes > self.longest_int_nbytes:
             raise self._refuse(f"has a number of {nbytes:,} bytes")
         self._stack.append(int.from_bytes(self._take(nbytes), "little", signed=True))
 
@@ -290,3 +308,260 @@ _OPERATIONS: dict[bytes, Callable[[_Interpreter], object]] = {  # by operation c
     b"h": lambda it: it.recall(_U8),
     b"j": lambda it: it.recall(_U32),
 }
+
+
+# - Files of torch.save
+
+_PICKLE_RECORD = "/data.pkl"
+_LEGACY_PICKLES = 5  # magic number, version, system, state and storage keys
+_MOST_VALUES = 1 << 22
+_DEEPEST_SHAPE = 64
+_BEYOND = 1 << 63  # all valid sizes, strides and offsets are smaller
+# The size of a record's header in a zip file. The lengths of the name and the extra field are at `_LENGTHS_AT`.
+_LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26
+# The size of an element in bytes, by storage class.
+_SIZES_OF_STORAGES = {
+    **dict.fromkeys(("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage"), 1),
+    **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
+    **dict.fromkeys(("ShortStorage", "HalfStorage", "BFloat16Storage"), 2),
+    **dict.fromkeys(("IntStorage", "FloatStorage", "QInt32Storage"), 4),
+    **dict.fromkeys(("LongStorage", "DoubleStorage", "ComplexFloatStorage"), 8),
+    "ComplexDoubleStorage": 16,
+}
+# The size of an element in bytes, by dtype; only `_rebuild_tensor_v3` has a dtype, for types without a storage class.
+_SIZES_OF_DTYPES = {"torch.uint16": 2, "torch.uint32": 4, "torch.uint64": 8, "torch.complex32": 4}
+
+
+class PickledTable(dict[object, object]):
+    """A dict with attributes, such as the OrderedDict of a module's `state_dict`."""
+
+    attributes: object = None
+
+
+class PickledStorage(PickledRecord):
+    """A reference to the memory of a tensor.
+
+    Attributes:
+        key: the name of the record with the memory.
+        nbytes: the size of the memory in bytes.
+        itemsize: the size of an element in bytes.
+    """
+
+    def __init__(self, key: str, count: int, itemsize: int) -> None:
+        super().__init__(Global("", "storage"), ())
+        self.key = key
+        self.nbytes = count * itemsize
+        self.itemsize = itemsize
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the sentence in which torch's unpickler for weights says what it rejected, without advice to trust it."""
+    _, _, reason = str(error).partition("WeightsUnpickler error: ")
+    return (reason or str(error)).strip().split("\n")[0].split(". ")[0].removesuffix(".")
+
+
+def require_sound_torch_file(file: BinaryIO, path: str) -> bool:
+    """Checks a file written by torch.save without creating any of its objects.
+
+    Returns:
+        True if the file is a zip file, or False if it is in the format from before torch 1.6.
+
+    Raises:
+        CheckpointDamagedError: the file is truncated or contradicts itself.
+        CheckpointError: the file contains something that no state contains, such as a nested tensor.
+    """
+    try:
+        is_zip = file.read(2) == b"PK"
+        file.seek(0)
+        if is_zip:
+            _require_sound_zip(file, path)
+        else:
+            nbytes = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            storages: dict[str, int] = {}
+            for _ in range(_LEGACY_PICKLES):
+                storages.update(_storages_in(file, nbytes))
+            if sum(storages.values()) > nbytes:
+                raise ValueError(f"its {nbytes:,} bytes are fewer than the {sum(storages.values()):,} of its tensors")
+        file.seek(0)
+    except UnneededPickleError as error:
+        raise CheckpointError(
+            f"{path} was not read: {error}, which a state of tensors and plain values does not"
+        ) from None
+    except (ValueError, zipfile.BadZipFile, struct.error, NotImplementedError, OSError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointDamagedError(f"{path} cannot be read as a file of torch.save: {error}") from None
+    return is_zip
+
+
+def _require_sound_zip(file: BinaryIO, path: str) -> None:
+    """Checks the sizes of the records against the pickle, because torch does not do so for mapped files."""
+    with zipfile.ZipFile(file) as archive:
+        sizes = _sizes_of_records(path, archive, file)
+        top = next((name.removesuffix(_PICKLE_RECORD) for name in sizes if name.endswith(_PICKLE_RECORD)), "")
+        if f"{top}{_PICKLE_RECORD}" not in sizes:
+            raise ValueError("it has no data.pkl")
+        data = archive.read(f"{top}{_PICKLE_RECORD}")
+    for key, nbytes in _storages_in(io.BytesIO(data), len(data)).items():
+        if sizes.get(f"{top}/data/{key}") != nbytes:
+            raise CheckpointDamagedError(
+                f"{path} is inconsistent: a tensor of {nbytes:,} bytes is listed in its record {key}, which has "
+                "another size"
+            )
+
+
+def _sizes_of_records(path: str, archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, int]:
+    """Returns the sizes of the records in bytes, by name; checks that none overlap and that none are compressed."""
+    records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+    ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
+    found: dict[str, int] = {}
+    for record, end in zip(records, ends, strict=True):
+        if record.compress_type != zipfile.ZIP_STORED:  # a small file could expand to any size
+            raise CheckpointDamagedError(
+                f"{path} is inconsistent: its record {record.filename} is compressed, which torch.save does not do"
+            )
+        file.seek(record.header_offset + _LENGTHS_AT)
+        begin = record.header_offset + _LOCAL_HEADER_NBYTES + sum(struct.unpack("<HH", file.read(4)))
+        if record.filename in found or begin + record.compress_size > end:
+            raise CheckpointDamagedError(f"{path} is inconsistent: its record {record.filename} occurs twice")
+        found[record.filename] = record.file_size
+    return found
+
+
+def _storages_in(file: BinaryIO, nbytes: int) -> dict[str, int]:
+    """Returns the sizes of the storages to which a pickle of torch.save refers, in bytes, by key.
+
+    Raises:
+        UnneededPickleError, ValueError: as for `unpickle`.
+    """
+    interpreter = _TorchInterpreter(file, nbytes)
+    whole = interpreter.run()
+    if (count := _expanded(whole)) > max(_MOST_VALUES, nbytes):
+        raise ValueError(f"it has {nbytes:,} bytes, but repeats its values until there are {min(count, _BEYOND):,}")
+    return interpreter.storages
+
+
+def _expanded(whole: object) -> int:
+    """Returns the number of values in a tree, in which a value may occur several times.
+
+    Raises:
+        ValueError: a container contains itself.
+    """
+    counts: dict[int, int | None] = {}  # by identity; None while the members are being counted
+    stack: list[tuple[object, list[object] | None]] = [(whole, None)]
+    while stack:
+        value, members = stack.pop()
+        if members is not None:
+            counts[id(value)] = 1 + sum(counts.get(id(member)) or 1 for member in members)
+        elif id(value) not in counts and (members := _members(value)):
+            counts[id(value)] = None
+            stack.append((value, members))
+            containers = [member for member in members if isinstance(member, (dict, list, tuple, PickledRecord))]
+            if any(counts.get(id(member), 0) is None for member in containers):
+                raise ValueError("it is nested too deeply, or contains an object that contains itself")
+            stack += [(member, None) for member in containers]
+    return counts.get(id(whole)) or 1
+
+
+def _members(value: object) -> list[object]:
+    if isinstance(value, PickledTable):
+        return [*value.keys(), *value.values(), value.attributes]
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return [value.args, value.fields, value.state] if isinstance(value, PickledRecord) else []
+
+
+class _TorchInterpreter(_Interpreter):
+    """Interprets a pickle of torch.save, which may refer to any name, and collects the sizes of its storages."""
+
+    longest_int_nbytes = 255
+
+    def __init__(self, file: BinaryIO, nbytes: int) -> None:
+        super().__init__(file, nbytes, lambda _: self._make, lambda record: id(record))
+        self.storages: dict[str, int] = {}
+
+    def _make(self, called: Global, args: tuple[object, ...]) -> object:
+        name = f"{called.module}.{called.name}"
+        if name == "collections.OrderedDict" and not args:
+            return PickledTable()
+        if name in ("collections.OrderedDict", "builtins.set", "__builtin__.set"):
+            for member in args[0] if args and isinstance(args[0], (list, tuple)) else ():
+                has_value = name.endswith("Dict") and isinstance(member, (list, tuple)) and member
+                self._key(member[0] if has_value else member)
+        elif called.name == "_rebuild_from_type_v2":
+            func, _, inner, *_ = (*args, None, None, None)
+            if not isinstance(func, Global) or not isinstance(inner, tuple):
+                raise self._refuse("has a tensor that no function makes")
+            self._make(func, inner)
+        elif called.name.endswith(("Storage", "Tensor", "bytearray")):
+            if any(isinstance(arg, int) for arg in args):
+                raise self._refuse(f"requests memory by a call of {called.name}")
+        elif name.startswith("torch._utils._rebuild_tensor") or called.name == "_rebuild_qtensor":
+            self._require_within_storage(args)
+        elif called.name in ("_rebuild_nested_tensor", "_rebuild_njt", "_rebuild_wrapper_subclass"):
+            raise self._refuse(f"has a tensor without storage ({called.name})")
+        return PickledRecord(called, args)
+
+    def _require_within_storage(self, args: tuple[object, ...]) -> None:
+        storage, offset, shape, strides, *more = (*args, None, None, None, None)
+        if not isinstance(storage, PickledStorage):
+            raise self._refuse("has a tensor without storage")
+        numbers: list[object] = [offset]
+        for sizes in (shape, strides):
+            if not isinstance(sizes, (tuple, list)) or len(sizes) > _DEEPEST_SHAPE:
+                raise self._refuse("has a tensor whose shape is not a tuple of sizes")
+            numbers += sizes
+        if not all(type(number) is int and 0 <= number < _BEYOND for number in numbers):
+            raise self._refuse("has a tensor whose shape does not consist of sizes")
+        assert isinstance(offset, int) and isinstance(shape, (tuple, list)) and isinstance(strides, (tuple, list))
+        if len(shape) != len(strides):
+            raise self._refuse("has a tensor with other numbers of sizes and strides")
+        dtype = more[2] if len(more) > 2 else None
+        itemsize = storage.itemsize
+        if isinstance(dtype, Global):
+            itemsize = _SIZES_OF_DTYPES.get(f"{dtype.module}.{dtype.name}", itemsize)
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if math.prod(shape) and (last + 1) * itemsize > storage.nbytes:
+            raise self._damage(f"a tensor of {list(shape)} in a storage of {storage.nbytes:,} bytes")
+
+    def _key(self, value: object) -> object:
+        """Checks a key, which may contain tuples within tuples; hashing them takes time and stack."""
+        parts: list[object] = [value]
+        for part in parts:  # grows, because tuples are replaced with their parts
+            if isinstance(part, tuple) and len(parts) + len(part) <= _LONGEST_KEY:
+                parts += part
+            elif not isinstance(part, (*_SCALARS, PickledRecord, Global)):
+                raise self._refuse("has a key that is neither a scalar nor a short tuple of scalars")
+        return value
+
+    def build(self) -> None:
+        top = self._stack[-2] if len(self._stack) > 1 else None
+        if not isinstance(top, PickledTable):
+            super().build()
+        else:
+            top.attributes = self._pop()
+
+    def persistent(self) -> None:
+        found = self._pop()
+        if not isinstance(found, tuple) or len(found) < 5 or found[0] not in ("storage", b"storage"):
+            raise self._refuse("refers to something other than a storage")
+        _, kind, key, _, count, *_ = found
+        itemsize = _SIZES_OF_STORAGES.get(kind.name) if isinstance(kind, Global) else None
+        if isinstance(key, bytes):
+            key = key.decode("ascii", "replace")
+        if itemsize is None or not isinstance(key, str) or type(count) is not int or not 0 <= count < _BEYOND:
+            raise self._refuse("refers to a storage of an unknown kind or size")
+        storage = PickledStorage(key, count, itemsize)
+        if self.storages.setdefault(key, storage.nbytes) != storage.nbytes:
+            raise self._damage(f"two sizes of the storage {key}")
+        self._stack.append(storage)
+
+    def short_string(self) -> None:
+        self._stack.append(self._take(self._number(_U8)).decode("latin-1"))
+
+    operations: Mapping[bytes, Callable[[Any], object]] = MappingProxyType(
+        {b"Q": persistent, b"U": short_string, b"b": build}
+    )

@@ -16,10 +16,10 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.errors import CheckpointDamagedError, CheckpointError, and_more
 from paceline.train.checkpoint.format.regions import Flat, Region, TensorBlock, count, untiled
 from paceline.train.checkpoint.format.regions import fault_of as fault_of_region
-from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, nbytes_of
+from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, LONGEST_HEADER_NBYTES, is_shape, nbytes_of
 from paceline.train.checkpoint.format.storage import ReadableStorage, storage_error
 from paceline.train.checkpoint.format.values import Json, tensors_in
 
@@ -33,6 +33,8 @@ _MOST_NBYTES = 4 << 30  # maximum size of a manifest; a manifest takes a few ten
 _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 _LARGEST = 1 << 62
 _LARGEST_SEQUENCE = 1 << 53
+_MOST_SHOWN = 8  # dimensions in a message
+_LARGEST_BLOCK_NBYTES = 1 << 30  # a block is read into memory as a whole
 _LATEST_S = 1 << 37  # the latest valid write time, in the year 6325
 BLOCK_NBYTES = 1 << 20  # size of a block; each has its own digest, to verify partial reads of a piece
 
@@ -247,7 +249,8 @@ def fault_of(manifest: Manifest) -> str | None:
     """Returns the first contradiction found in a manifest, or None. The manifest may have been edited."""
     if (fault := fault_of_summary(manifest)) is not None:
         return fault
-    if manifest.block_nbytes < 1 or manifest.world_size < 1 or not 0 <= manifest.written_at_s < _LATEST_S:
+    is_block = 1 <= manifest.block_nbytes <= _LARGEST_BLOCK_NBYTES
+    if not is_block or manifest.world_size < 1 or not 0 <= manifest.written_at_s < _LATEST_S:
         return "a size or the time is invalid"
     used: dict[str, list[tuple[int, int]]] = {name: [(0, file.header_nbytes)] for name, file in manifest.files.items()}
     for name, entry in manifest.tensors.items():
@@ -268,7 +271,7 @@ def fault_of_summary(summary: Summary | Manifest) -> str | None:
     for name, entry in summary.files.items():
         if not _FILE_NAME.fullmatch(name) or name == FILE:
             return f"{name!r} is not the name of a file in its directory"
-        if not 0 <= entry.header_nbytes <= entry.nbytes <= _LARGEST:
+        if not 0 <= entry.header_nbytes <= min(entry.nbytes, LONGEST_HEADER_NBYTES) or entry.nbytes > _LARGEST:
             return f"{name} has {entry.nbytes:,} bytes, {entry.header_nbytes:,} of them as its header"
     if not 0 <= summary.sequence <= _LARGEST_SEQUENCE:
         return f"its sequence is {summary.sequence}"
@@ -280,8 +283,8 @@ def _fault_of_tensor(entry: TensorEntry, manifest: Manifest, used: dict[str, lis
     """Returns a fault in the pieces of a tensor, or None; adds the pieces' byte ranges to `used`, by file."""
     if entry.dtype not in ITEMSIZE:
         return f"the type {entry.dtype} is unknown"
-    if any(size < 0 for size in entry.shape) or nbytes_of(entry.dtype, entry.shape) > _LARGEST:
-        return f"the shape {list(entry.shape)} is invalid"
+    if not is_shape(entry.shape) or nbytes_of(entry.dtype, entry.shape) > _LARGEST:
+        return f"the shape [{and_more(entry.shape, _MOST_SHOWN)}] is invalid"
     for piece in entry.pieces:
         if piece.file not in manifest.files:
             return f"a piece is in {piece.file}, which is not listed"

@@ -27,6 +27,7 @@ class TensorBlock(msgspec.Struct, frozen=True, tag="Box"):
 
 
 Region = Flat | TensorBlock
+_MOST_COMPARISONS = 4_000_000  # of irregular blocks with each other, which take a few seconds
 
 
 def whole(shape: tuple[int, ...]) -> Flat:
@@ -173,18 +174,37 @@ def _untiled_runs(total: int, ascending: Sequence[tuple[int, int]]) -> str | Non
 def _untiled_blocks(shape: tuple[int, ...], tensor_blocks: list[TensorBlock]) -> str | None:
     """Returns the reason why blocks do not cover a tensor exactly once, or None if they do.
 
-    Blocks cover a tensor if no two of them overlap and their volumes add up to its size. Only blocks that overlap in
-    the first dimension are compared with each other.
+    Blocks cover a tensor if no two of them overlap and their volumes add up to its size. The blocks of a grid never
+    overlap. Other blocks are compared with those that overlap with them in the first dimension.
     """
+    held, total = sum(map(count, tensor_blocks)), prod(shape)
+    if held == total and _is_grid(shape, tensor_blocks):
+        return None
     open_blocks: list[TensorBlock] = []
+    comparisons = 0
     for block in sorted(tensor_blocks, key=lambda block: block.offset):
         open_blocks = [other for other in open_blocks if other.offset[0] + other.shape[0] > block.offset[0]]
+        comparisons += len(open_blocks)
+        if comparisons > _MOST_COMPARISONS:
+            return f"its {len(tensor_blocks)} blocks are too irregular to check"
         for other in open_blocks:
             if blocks_overlap(block, other):
                 return f"the blocks at {list(other.offset)} and at {list(block.offset)} overlap"
         open_blocks.append(block)
-    held, total = sum(map(count, tensor_blocks)), prod(shape)
     return f"no rank holds {total - held} of the {total} elements" if held < total else None
+
+
+def _is_grid(shape: tuple[int, ...], tensor_blocks: Sequence[TensorBlock]) -> bool:
+    """Returns True if non-empty blocks are different cells of a grid, so that no two of them overlap."""
+    if len({block.offset for block in tensor_blocks}) < len(tensor_blocks):
+        return False
+    begins = [sorted({block.offset[axis] for block in tensor_blocks}) for axis in range(len(shape))]
+    ends = [dict(zip(axis, [*axis[1:], whole], strict=True)) for axis, whole in zip(begins, shape, strict=True)]
+    return all(
+        first + size == end[first]
+        for block in tensor_blocks
+        for first, size, end in zip(block.offset, block.shape, ends, strict=True)
+    )
 
 
 def blocks_overlap(one: TensorBlock, other: TensorBlock) -> bool:

@@ -12,6 +12,8 @@ from math import prod
 
 import msgspec
 
+from paceline.errors import and_more
+
 ITEMSIZE = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
@@ -26,8 +28,11 @@ _LENGTH_NBYTES = 8
 _ALIGNMENT = 8
 _PAGE_NBYTES = 4096  # the data of large files is aligned to pages for direct writes
 _LARGE_NBYTES = 1 << 20
-_LONGEST = 100 << 20  # maximum header size, as in the safetensors package
+_LONGEST = 100 << 20  # maximum size of the JSON text, as in the safetensors package
+LONGEST_HEADER_NBYTES = _LENGTH_NBYTES + _LONGEST
 _METADATA = "__metadata__"
+_MOST_DIMENSIONS = 64  # as in torch; the size of a tensor with many large dimensions would take long to compute
+_BEYOND = 1 << 63  # all valid sizes are smaller
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,10 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"its header is not that of a safetensors file: {error}") from None
     for key, info in infos.items():
-        is_sound = info.dtype in ITEMSIZE and all(size >= 0 for size in info.shape)
+        is_sound = info.dtype in ITEMSIZE and is_shape(info.shape)
         if not is_sound or nbytes_of(info.dtype, info.shape) != info.data_offsets[1] - info.data_offsets[0]:
-            raise ValueError(f"its header has {info.dtype} {list(info.shape)} with bytes {info.data_offsets} for {key}")
+            shape = and_more(info.shape, _MOST_DIMENSIONS)
+            raise ValueError(f"its header has {info.dtype} [{shape}] with bytes {info.data_offsets} for {key}")
     end = 0
     for key, info in sorted(infos.items(), key=lambda item: item[1].data_offsets):
         if info.data_offsets[0] != end:
@@ -122,6 +128,11 @@ class _Info:
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+def is_shape(shape: tuple[int, ...]) -> bool:
+    """Returns True if a tensor can have this shape."""
+    return len(shape) <= _MOST_DIMENSIONS and all(0 <= size < _BEYOND for size in shape)
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:

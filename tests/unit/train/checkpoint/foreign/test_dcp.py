@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -177,3 +178,42 @@ def test_tensors_of_several_ranks_are_put_together(tmp_path, ranks):
     read = state_of(open_foreign(tmp_path / "dcp"))
     assert isinstance(read, dict) and torch.equal(read["rows"], torch.arange(15.0).reshape(5, 3))
     assert torch.equal(read["columns"], torch.arange(12.0).reshape(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("payload", "nbytes", "said"),
+    [
+        (torch.arange(4, dtype=torch.int32), None, "does not hold a at"),
+        (torch.arange(4.0).to_sparse(), None, "does not hold a at"),
+        (torch.empty(4, device="meta"), None, "does not hold a at"),
+        (torch.arange(4.0), 8, "too few bytes for the block .4. of a at"),
+    ],
+    ids=["another type", "a sparse tensor", "no data", "a small chunk"],
+)
+def test_a_block_of_another_kind_is_refused(tmp_path, payload, nbytes, said):
+    torch.save(payload, tmp_path / "__0_0.distcp")
+    size = (tmp_path / "__0_0.distcp").stat().st_size if nbytes is None else nbytes
+    (tmp_path / ".metadata").write_bytes(metadata_of((4,), [((0,), (4,))], nbytes=size))
+    with pytest.raises(CheckpointDamagedError, match=said):
+        state_of(open_foreign(tmp_path))
+
+
+def test_a_block_that_is_smaller_than_its_tensor_says_is_refused(tmp_path):
+    torch.save(torch.arange(4.0), tmp_path / "whole")
+    with zipfile.ZipFile(tmp_path / "whole") as source, zipfile.ZipFile(tmp_path / "__0_0.distcp", "w") as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name)[:8] if name.endswith("data/0") else source.read(name))
+    size = (tmp_path / "__0_0.distcp").stat().st_size
+    (tmp_path / ".metadata").write_bytes(metadata_of((4,), [((0,), (4,))], nbytes=size))
+    with pytest.raises(CheckpointDamagedError, match="a tensor of 16 bytes is listed in its record 0"):
+        state_of(open_foreign(tmp_path))
+
+
+def test_objects_that_share_bytes_are_refused():
+    places = {
+        torchs.MetadataIndex(name): _StorageInfo(f"{dot}__0_0.distcp", 0, 8) for name, dot in (("a", ""), ("b", "./"))
+    }
+    described = {name: torchs.BytesStorageMetadata() for name in "ab"}
+    data = pickle.dumps(torchs.Metadata(described, {"a": ("a",), "b": ("b",)}, places))
+    with pytest.raises(CheckpointError, match="two of its objects have the byte 0 of '__0_0.distcp'"):
+        read_metadata(data, "x")

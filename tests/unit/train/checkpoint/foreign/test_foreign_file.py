@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch_files import same, trained
 
+import paceline
 from paceline.errors import CheckpointDamagedError, CheckpointError
 from paceline.train.checkpoint.foreign.foreign_file import open_foreign, state_of
 
@@ -56,3 +58,57 @@ def test_other_files_and_directories_are_told_apart(tmp_path):
     with pytest.raises(CheckpointError, match=r"is neither a checkpoint of Paceline, nor a file of torch.save"):
         open_foreign(tmp_path / "text")
     assert open_foreign(tmp_path) is None
+
+
+def test_every_kind_of_plain_value_is_read(tmp_path):
+    shared = [1, 2.5]
+    weight = torch.arange(12.0)
+    state = {
+        "views": [weight, weight[3:7], weight.view(3, 4).t(), torch.ones(1).expand(1000), torch.empty(0, 1 << 40)],
+        "dtypes": [
+            torch.zeros(3, dtype=dtype) for dtype in (torch.bool, torch.bfloat16, torch.uint16, torch.complex128)
+        ],
+        "float8": torch.zeros(3, dtype=torch.float8_e4m3fn),
+        "ordered": collections.OrderedDict(a=1, b=[1, (2, 3)]),
+        "others": [{1, 2}, b"abc", bytearray(b"xyz"), 1 + 2j, 2**500, None, "\ud800"],
+        "shared": [shared] * 100,
+        (1, (2, 3)): 4,
+        None: collections.Counter("abca"),
+    }
+    for is_zip in (True, False):
+        if not is_zip:  # torch's format from before version 1.6 has no such types
+            state = {key: value for key, value in state.items() if key not in ("dtypes", "float8")}
+        torch.save(state, tmp_path / "state.pt", _use_new_zipfile_serialization=is_zip)
+        expected = torch.load(tmp_path / "state.pt", weights_only=True)
+        found = open_foreign(tmp_path / "state.pt")
+        assert found is not None and same(state_of(found), expected)
+
+
+@pytest.mark.parametrize("length", [120, 128, 136, 384])
+def test_safetensors_with_a_header_of_any_length_are_read(tmp_path, length):
+    header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'.ljust(length)
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    found = open_foreign(tmp_path / "m.safetensors")
+    assert found is not None and found.kind == "a safetensors file"
+    assert same(state_of(found), {"w": torch.zeros(2)})
+
+
+def test_a_reason_is_that_of_the_unpickler(tmp_path):
+    torch.save({"model": nn.Linear(2, 2)}, tmp_path / "model.pt")
+    with pytest.raises(
+        CheckpointError, match=r"the file specifies: Unsupported global: GLOBAL torch.nn.*linear.Linear"
+    ):
+        open_foreign(tmp_path / "model.pt")
+
+
+def test_a_module_is_not_loaded_from_a_dict_with_other_keys(tmp_path):
+    torch.save({"model": {None: 1, "weight": torch.ones(2, 2)}}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=r"'model' is a module here, but .* with a key of type NoneType"):
+        paceline.load({"model": nn.Linear(2, 2)}, tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.quint8])
+def test_a_type_that_checkpoints_lack_is_named(tmp_path, dtype):
+    torch.save({"dtype": dtype}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=rf"state.pt cannot be read: a checkpoint cannot hold tensors of {dtype}"):
+        open_foreign(tmp_path / "state.pt")

@@ -90,3 +90,15 @@ def test_slices_along_a_dimension_tile(data, shape):
 )
 def test_what_is_missing_or_held_twice_is_named(held, fault):
     assert untiled((2, 3), held) == fault
+
+
+def test_grids_are_checked_without_comparing_their_cells():
+    columns = [TensorBlock((0, first), (2, 1)) for first in range(4_000)]
+    assert untiled((2, 4_000), columns) is None
+
+
+def test_blocks_that_would_take_long_to_compare_are_refused(monkeypatch):
+    monkeypatch.setattr("paceline.train.checkpoint.format.regions._MOST_COMPARISONS", 1000)
+    columns = [TensorBlock((0, first), (2, 1)) for first in range(58)]
+    corners = [TensorBlock((0, 58), (1, 2)), TensorBlock((1, 58), (1, 1)), TensorBlock((1, 59), (1, 1))]
+    assert "are too irregular to check" in str(untiled((2, 60), [*columns, *corners]))
