@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from paceline.comm.engine.channel import QUANTIZED_TYPES
+from paceline.comm.group.compression import WireKind, checked_kind
 from paceline.comm.group.default import default_group, given_or_default
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.ddp.bucket_assignment import MIB, caps_of
@@ -124,3 +127,62 @@ def require_whole_pairs(
             "delay_all_reduce_named_params was given with deterministic=True, which adds all gradients in a fixed "
             "order; leave one of them out"
         )
+
+
+def require_delayed(
+    module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None, trigger: nn.Parameter | None
+) -> list[tuple[str, nn.Parameter]]:
+    """Returns the pairs in `named` after checking that they belong to the module.
+
+    Raises:
+        ValueError: the module's parameter with a given name is a different object, or the trigger requires no gradient.
+    """
+    if named is None or trigger is None:
+        return []
+    pairs = list(named)
+    known = dict(module.named_parameters(remove_duplicate=False))
+    for name, param in pairs:
+        if known.get(name) is not param:
+            raise ValueError(
+                f"delay_all_reduce_named_params has a pair of {name!r} and a parameter that is not the module's "
+                "parameter of this name; pass pairs from module.named_parameters()"
+            )
+    if not trigger.requires_grad:
+        raise ValueError(
+            "param_to_hook_all_reduce requires no gradient, so the delayed parameters would never be averaged; pass a "
+            "parameter that is trained"
+        )
+    return pairs
+
+
+def choose_wire(
+    wire: WireKind | None, group: ProcessGroup, excluded: Mapping[str, bool], params: Mapping[str, nn.Parameter]
+) -> tuple[WireKind | None, Exception | None]:
+    """Returns the format to which gradients are rounded, or None, and the error that prevents rounding, or None.
+
+    Args:
+        wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the
+            parameters allow it.
+        group: the process group of the ranks.
+        excluded: arguments that are incompatible with `wire`, each with a flag that is True if the argument was given.
+        params: the trained parameters by name.
+
+    Raises:
+        ValueError: `wire` is not a known format, or is given together with an incompatible argument.
+    """
+    given = [name for name, is_given in excluded.items() if is_given]
+    if wire is not None and given:
+        raise ValueError(
+            f"wire={wire!r} was given with {given[0]}, which determines how gradients are sent; pass one of them"
+        )
+    chosen = group.wire if wire is None else checked_kind(wire)
+    unfit = [name for name, param in params.items() if param.dtype not in QUANTIZED_TYPES or not param.is_cpu]
+    if wire is None:
+        return (None if given or unfit else chosen), None
+    if not unfit:
+        return chosen, None
+    param, types = params[unfit[0]], ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTIZED_TYPES)
+    return chosen, TypeError(
+        f"wire={wire!r}: the parameter {unfit[0]!r} is of {param.dtype} on {param.device}; only gradients of {types} "
+        "on the CPU are rounded. Convert the module, or leave wire out"
+    )

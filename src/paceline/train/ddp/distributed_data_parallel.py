@@ -34,6 +34,8 @@ from paceline.train.ddp.arguments import (
     choose_buffer_sync,
     choose_group,
     choose_reduce_dtype,
+    choose_wire,
+    require_delayed,
     require_whole_pairs,
 )
 from paceline.train.ddp.comm_hook import CommHook, Hook
@@ -43,8 +45,6 @@ from paceline.train.ddp.gradient_averager import (
     DelegatingAverager,
     ExternalAverager,
     GradientAverager,
-    choose_wire,
-    require_delayed,
 )
 from paceline.train.ddp.hooks import allreduce_hook, compress_wrapper
 from paceline.train.ddp.module_monitor import ModuleMonitor

@@ -1,7 +1,7 @@
 """GradientAverager: averages the gradients of a module over the ranks, one bucket at a time.
 
-`BucketWires` keeps the wire of each bucket whose gradients are rounded between hosts. `SameBatches` compares the ranks'
-batches. `DelayedParameters` averages the gradients of some parameters separately from all other gradients.
+`SameBatches` compares the ranks' batches. `DelayedParameters` averages the gradients of some parameters separately from
+all other gradients.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import ctypes
 import hashlib
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, record_current
-from paceline.comm.engine.channel import QUANTIZED_TYPES, ReduceOp
-from paceline.comm.group.compression import Wire, WireKind, checked_kind
+from paceline.comm.engine.channel import ReduceOp
+from paceline.comm.group.compression import WireKind
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
@@ -30,6 +30,7 @@ from paceline.train.ddp.comm_hook import CommHook, HookedWork
 from paceline.train.ddp.error_text import late_gradient_text, missing_gradient_text
 from paceline.train.ddp.gradient_buckets import (
     BucketGradients,
+    BucketWires,
     GradientBuckets,
     GradientMemory,
     average_sparse,
@@ -455,63 +456,6 @@ class DelegatingAverager(GradientAverager):
         self._checks.end([gradient for gradient in self.gradients.values() if gradient is not None])
 
 
-class BucketWires:
-    """Stores a `Wire` for each bucket; a wire keeps the rounding errors of the bucket's gradients.
-
-    Args:
-        kind: the format to which gradients are rounded; None if they are not rounded.
-    """
-
-    def __init__(self, kind: WireKind | None) -> None:
-        self.kind = kind
-        self._wires: dict[int, tuple[Sequence[str], Wire]] = {}
-
-    def of(self, bucket: int, names: Sequence[str]) -> Wire | None:
-        """Returns the wire for a bucket that contains the gradients of the parameters in `names`.
-
-        A new wire replaces the old one when the bucket's set of gradients changes, for example when some are unused.
-        """
-        if self.kind is None:
-            return None
-        known = self._wires.get(bucket)
-        if known is None or known[0] != names:
-            known = self._wires[bucket] = (names, Wire(self.kind))
-        return known[1]
-
-
-def choose_wire(
-    wire: WireKind | None, group: ProcessGroup, excluded: Mapping[str, bool], params: Mapping[str, nn.Parameter]
-) -> tuple[WireKind | None, Exception | None]:
-    """Returns the format to which gradients are rounded, or None, and the error that prevents rounding, or None.
-
-    Args:
-        wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the
-            parameters allow it.
-        group: the process group of the ranks.
-        excluded: arguments that are incompatible with `wire`, each with a flag that is True if the argument was given.
-        params: the trained parameters by name.
-
-    Raises:
-        ValueError: `wire` is not a known format, or is given together with an incompatible argument.
-    """
-    given = [name for name, is_given in excluded.items() if is_given]
-    if wire is not None and given:
-        raise ValueError(
-            f"wire={wire!r} was given with {given[0]}, which determines how gradients are sent; pass one of them"
-        )
-    chosen = group.wire if wire is None else checked_kind(wire)
-    unfit = [name for name, param in params.items() if param.dtype not in QUANTIZED_TYPES or not param.is_cpu]
-    if wire is None:
-        return (None if given or unfit else chosen), None
-    if not unfit:
-        return chosen, None
-    param, types = params[unfit[0]], ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTIZED_TYPES)
-    return chosen, TypeError(
-        f"wire={wire!r}: the parameter {unfit[0]!r} is of {param.dtype} on {param.device}; only gradients of {types} "
-        "on the CPU are rounded. Convert the module, or leave wire out"
-    )
-
-
 class SameBatches:
     """Detects ranks that read the same batches, without an additional collective.
 
@@ -646,29 +590,3 @@ class DelayedParameters:
         self._averager.gradients.fill_missing()
         self._averager.average_rest(copy_shared=True)
         step_params(self._stepped)
-
-
-def require_delayed(
-    module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None, trigger: nn.Parameter | None
-) -> list[tuple[str, nn.Parameter]]:
-    """Returns the pairs in `named` after checking that they belong to the module.
-
-    Raises:
-        ValueError: the module's parameter with a given name is a different object, or the trigger requires no gradient.
-    """
-    if named is None or trigger is None:
-        return []
-    pairs = list(named)
-    known = dict(module.named_parameters(remove_duplicate=False))
-    for name, param in pairs:
-        if known.get(name) is not param:
-            raise ValueError(
-                f"delay_all_reduce_named_params has a pair of {name!r} and a parameter that is not the module's "
-                "parameter of this name; pass pairs from module.named_parameters()"
-            )
-    if not trigger.requires_grad:
-        raise ValueError(
-            "param_to_hook_all_reduce requires no gradient, so the delayed parameters would never be averaged; pass a "
-            "parameter that is trained"
-        )
-    return pairs

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from paceline.comm.engine.channel import DTYPE_CODES, ReduceOp
+from paceline.comm.group.compression import Wire, WireKind
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.sparse_sum import GatheredRows
 from paceline.train.ddp.bucket_assignment import bucket_params
@@ -483,3 +484,27 @@ def _coalesced(param: nn.Parameter) -> torch.Tensor:
     assert param.grad is not None
     gradient = param.grad.detach()
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+
+
+class BucketWires:
+    """Stores a `Wire` for each bucket; a wire keeps the rounding errors of the bucket's gradients.
+
+    Args:
+        kind: the format to which gradients are rounded; None if they are not rounded.
+    """
+
+    def __init__(self, kind: WireKind | None) -> None:
+        self.kind = kind
+        self._wires: dict[int, tuple[Sequence[str], Wire]] = {}
+
+    def of(self, bucket: int, names: Sequence[str]) -> Wire | None:
+        """Returns the wire for a bucket that contains the gradients of the parameters in `names`.
+
+        A new wire replaces the old one when the bucket's set of gradients changes, for example when some are unused.
+        """
+        if self.kind is None:
+            return None
+        known = self._wires.get(bucket)
+        if known is None or known[0] != names:
+            known = self._wires[bucket] = (names, Wire(self.kind))
+        return known[1]
