@@ -758,6 +758,20 @@ HEALTHY: dict[str, str] = {
         for x in loader:
             model(x).sum().backward()
     """),
+    "a split of random tensors that a generator determines": script("""
+        import torch
+        import paceline as dist
+        dist.init_process_group()
+        samples = torch.utils.data.TensorDataset(torch.randn(100, 4))
+        kept, rest = torch.utils.data.random_split(samples, [80, 20], generator=torch.Generator().manual_seed(1))
+        sampler = dist.DistributedSampler(kept)
+        loader = torch.utils.data.DataLoader(kept, batch_size=8, sampler=sampler)
+        model = dist.DistributedDataParallel(torch.nn.Linear(4, 1))
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for (x,) in loader:
+                model(x).sum().backward()
+    """),
     "a library that prepares the loaders": script("""
         import torch
         from accelerate import Accelerator

@@ -320,8 +320,10 @@ def _unknown(call: LibraryCall) -> AbstractValue:
         call.state.seeded = not facts & {Fact.RANK, Fact.PERHAPS_RANK}
         if call.module != "numpy.random":
             call.state.seeded_by_rank = Fact.RANK in facts and call.module.startswith("torch")
-    if call.name == "random_split" and call.state.seeded_by_rank and call.argument(2, "generator") is None:
-        facts |= {Fact.PER_RANK}
+    if call.name == "random_split":  # the fact is about the indices here, not about the samples
+        facts -= {Fact.PER_RANK}
+        if call.state.seeded_by_rank and call.argument(2, "generator") is None:
+            facts |= {Fact.PER_RANK}
     if call.name in _FINITENESS:
         facts |= {Fact.FINITENESS}
     if call.name in _ABOUT_THE_TYPE:
