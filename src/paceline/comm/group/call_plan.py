@@ -304,7 +304,12 @@ def plan_all_to_all(
     read = lists_by_rank(inputs, rank_map, "all_to_all", "input_tensor_list")
     written = lists_by_rank(outputs, rank_map, "all_to_all", "output_tensor_list")
     mine = rank_map.rank
-    require_counts([written[mine]], count_elements(read[mine]), rank_map, "all_to_all", "this rank's part for itself")
+    sent, received = count_elements(read[mine]), count_elements(written[mine])
+    if sent != received:
+        raise ValueError(
+            f"rank {rank_map.me.rank}: all_to_all: this rank sends itself {sent} elements, but has room for {received} "
+            f"elements from itself; entry {mine} must have the same size in the input and in the output"
+        )
     code = dtype_code([*chain(*read, *written)], "all_to_all")
     buffers = Buffers()
     flat_inputs = [buffers.read(part) for part in read]
