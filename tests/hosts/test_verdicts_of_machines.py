@@ -58,5 +58,6 @@ def test_an_early_exit_of_a_machines_only_rank_is_told_first(machines):
     first, _ = (machines.start(host, *place, "--node-rank", str(host), str(machines.script)) for host in range(2))
     machines.wait(lambda: first.poll() is not None)
     said = machines.said(first)
-    cause = "rank 1 exited too early, with exit code 0 after all_reduce(float32, 4) call "
+    exit_at = f"(sys.exit or SystemExit at {machines.script.name}:7)"
+    cause = f"rank 1 exited too early, with exit code 0 {exit_at} after all_reduce(float32, 4) call "
     assert 0 < said.index(cause) < said.index("rank 0 failed because of another rank")

@@ -111,7 +111,7 @@ def test_ctrl_c_at_a_prompt_of_the_script_ends_the_job(script):
         terminal.interrupt()
         terminal.end()
     assert terminal.exit_code == 1
-    assert "paceline: SIGINT: passed on to 1 workers" in terminal.shown
+    assert "paceline: SIGINT: passed on to 1 worker," in terminal.shown
 
 
 def test_ctrl_c_elsewhere_ends_the_job(script):

@@ -19,6 +19,7 @@ from paceline.operate.diagnosis.call_history import (
     difference,
 )
 from paceline.operate.diagnosis.finding import (
+    DEFAULT_GROUPS,
     Cause,
     Diagnosis,
     absence,
@@ -35,6 +36,7 @@ from paceline.operate.diagnosis.job_snapshot import (
     STILL,
     CallSignature,
     ExitReason,
+    GroupMembership,
     JobSnapshot,
     ProcessActivity,
     ProcessState,
@@ -79,6 +81,7 @@ def diagnose(snapshot: JobSnapshot) -> Diagnosis | None:
         or _left_before_failures(snapshot, waits)
         or _failed(snapshot, waits)
         or _mismatched(snapshot)
+        or _misconfigured(snapshot)
         or _deadlocked(snapshot, waits)
         or _missed(snapshot, waits)
         or _unfinished(snapshot, waits)
@@ -105,8 +108,8 @@ class AbsenceReason:
 def _explain_absence(rank: RankState) -> AbsenceReason:
     if rank.ending is not None:
         cause = Cause.LEFT if _has_left(rank) else _OWN_FAULTS.get(rank.ending.manner, Cause.EXCEPTION)
-        line = f", {rank.ending.line}" if rank.ending.line else ""
-        return AbsenceReason(cause, f"has ended ({rank.ending.how}{line})")
+        details = ", ".join(each for each in (rank.ending.how, rank.ending.line) if each)
+        return AbsenceReason(cause, f"has ended{f' ({details})' if details else ''}")
     process, place = rank.process, rank.place
     if process is not None and process.state is ProcessState.ENDED:
         return AbsenceReason(Cause.KILLED, "has ended")
@@ -147,7 +150,7 @@ def _work(process: ProcessActivity, place: StackLocation | None) -> str:
     if process.waited_share > max(0.2, process.cores):
         return f"it waits for a core {min(1.0, process.waited_share):.0%} of the time"
     if process.cores >= 0.2 or process.state is ProcessState.RUNS:
-        return f"it uses {process.cores:.1f} cores"
+        return f"it uses {process.cores:.1f} cores" if process.cores >= 0.05 else "it waits for a core"
     if process.moves:
         return "it moves from line to line"
     if process.child:
@@ -227,6 +230,7 @@ def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
     ending = first.ending
     assert ending is not None
     where = f" ({ending.line})" if ending.line else ""
+    where += f" while it handled {ending.handled}" if ending.handled else ""
     last = first.latest_call
     after = f", {'in' if last.is_open else 'after'} {last}" if last is not None else ""
     if last is not None and last.line and not ending.line:
@@ -312,6 +316,43 @@ def _histories(snapshot: JobSnapshot, group: str) -> dict[int, list[RankCall]]:
     }
 
 
+def _misconfigured(snapshot: JobSnapshot) -> Diagnosis | None:
+    """Diagnoses ranks that initialize the default group with different world sizes, or with the same rank."""
+    if snapshot.word != "rank":  # in an elastic job, slots are numbered differently from ranks
+        return None
+    joining: dict[int, tuple[GroupMembership, str]] = {}
+    for rank in snapshot.ranks:
+        for call in rank.calls:
+            seat = rank.seats.get(call.group)
+            is_formation = call.sequence == 0 and not call.is_message
+            if is_formation and call.ended_s is None and seat is not None and seat.name in DEFAULT_GROUPS:
+                joining[rank.rank] = seat, call.line or line_of(rank)
+    by_size: dict[int, list[int]] = {}
+    by_number: dict[int, list[int]] = {}
+    for number, (seat, _) in joining.items():
+        by_size.setdefault(seat.size, []).append(number)
+        by_number.setdefault(seat.number, []).append(number)
+    lines = {line for _, line in joining.values()}
+    where = f" ({lines.pop()})" if len(lines) == 1 and "" not in lines else ""
+    if len(by_size) > 1:
+        ranks = [f"{named(numbers)} {verb(len(numbers), 'have')} {size}" for size, numbers in sorted(by_size.items())]
+        strays = [n for size, numbers in by_size.items() if size != len(snapshot.ranks) for n in numbers]
+        sentence = (
+            f"the world sizes passed to init_process_group(){where} differ: {', '.join(ranks)}; all ranks must have "
+            "the same. Check WORLD_SIZE and the argument world_size"
+        )
+        return Diagnosis(Cause.OTHER_SHAPE, tuple(sorted(strays)), sentence)
+    for number, ranks_ in by_number.items():
+        if len(ranks_) > 1:
+            strays = [rank for rank in ranks_ if rank != number] if number in ranks_ else ranks_
+            sentence = (
+                f"the processes of {named(ranks_)} wait in init_process_group(){where}, and all of them have called it "
+                f"as rank {number}; each must have a different rank. Check RANK and the argument rank"
+            )
+            return Diagnosis(Cause.OTHER_SHAPE, tuple(sorted(strays)), sentence)
+    return None
+
+
 def _deadlocked(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
     """Finds calls in different groups, or messages, that wait for each other."""
     cycle = find_deadlock(waits, _blocked(snapshot))
@@ -323,7 +364,8 @@ def _deadlocked(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
     for wait, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         needed = sorted(set(wait.absent) & set(following.waiters))
         seat = next(rank for rank in snapshot.ranks if rank.rank == wait.waiters[0]).seats[wait.call.group]
-        group = f" of the {seat.name or wait.call.group}" if not wait.call.is_message else ""
+        name = "default group" if seat.name in DEFAULT_GROUPS else seat.name or wait.call.group
+        group = f" of the {name}" if not wait.call.is_message else ""
         parts.append(f"{waiting(snapshot, wait, of=group)} for {named(needed, snapshot.word)}")
     blamed = sorted({rank for wait in cycle for rank in (*wait.waiters, *wait.absent)})
     advice = "All ranks must make the calls in the same order"
@@ -354,6 +396,9 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
                 return counted
         if found.cause is Cause.LEFT:
             return _left(snapshot, wait, by_rank[number])
+        if found.is_fault and _makes_other_calls(snapshot, by_rank[number], wait):
+            doing = f"{found.doing} and is making other calls, most recently {by_rank[number].latest_call}"
+            found = AbsenceReason(Cause.BUSY, doing, is_fault=False)
         start = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; "
         others = [rank for rank in wait.absent if rank != number]
         too = f"; {named(others, snapshot.word)} {verb(len(others), 'have')} not reached it either" if others else ""
@@ -361,7 +406,13 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
             if by_rank[rank].store_wait is not None:
                 too += f"; {named([rank], snapshot.word)} waits in {_store_wait(by_rank[rank])}"
         doing = _destroyed(by_rank[number], wait, found.doing) or found.doing
-        sentence = start + absence(snapshot, by_rank[number], doing) + too
+        place = by_rank[number].place
+        if wait.is_formation and place is not None and place.what.endswith(".init_process_group"):
+            own = f"{named([number], snapshot.word)} has called it too"
+            advice = "check MASTER_ADDR, MASTER_PORT and the network there"
+            sentence = f"{start}{own}, but has not connected to the others ({place.line}): {advice}{too}"
+        else:
+            sentence = start + absence(snapshot, by_rank[number], doing) + too
         if not found.is_fault:
             sentence += ". This is not an error if it evaluates, saves or compiles"
         return Diagnosis(found.cause, (number,), sentence, found.is_fault)
@@ -377,6 +428,13 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
     if wait.is_formation and min(wait.strangers) >= len(snapshot.ranks) == len(wait.waiters):
         sentence += f". Check that world_size is not greater than the number of {snapshot.word}s that were started"
     return Diagnosis(Cause.UNKNOWN, wait.strangers, sentence, is_certain=False)
+
+
+def _makes_other_calls(snapshot: JobSnapshot, rank: RankState, wait: CallWait) -> bool:
+    """Returns True if a rank has made calls for most of the time for which others have been waiting for it."""
+    last = rank.latest_call
+    waited_s = snapshot.now_s - wait.since_s
+    return rank.ending is None and last is not None and last.arrived_s > wait.since_s + 0.5 * waited_s
 
 
 def _destroyed(rank: RankState, wait: CallWait, doing: str) -> str:
@@ -429,8 +487,11 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
     is_abandoned = last is not None and has_abandoned(rank, last)
     after = f" {'before' if is_abandoned else 'after'} {last}{where}" if last is not None else ""
     after += " had completed" if is_abandoned else ""
+    lines = {each.ending.line for each in snapshot.ranks if each.rank in left and each.ending is not None}
+    exit_line = lines.pop() if len(lines) == 1 else ""
+    code = f"exit code 0 (sys.exit or SystemExit at {exit_line})" if exit_line else "exit code 0"
     sentence = (
-        f"{start}{named(left, snapshot.word)} exited too early, with exit code 0{after}: {waiting(snapshot, wait)}. "
+        f"{start}{named(left, snapshot.word)} exited too early, with {code}{after}: {waiting(snapshot, wait)}. "
         "Look for a loop with fewer iterations there, or for an exit before the last call"
     )
     if len(left) == len(wait.waiters):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from paceline.operate.diagnosis.job_snapshot import JobSnapshot, RankState
+from paceline.operate.diagnosis.job_snapshot import ExitReason, JobSnapshot, RankState
 from paceline.operate.diagnosis.wait_graph import CallWait
 
 _MOST_NAMED = 8
 _MOST_LINES = 64
-_DEFAULT_GROUPS = ("group default", "group 0")  # Paceline's and torch.distributed's
+DEFAULT_GROUPS = ("group default", "group 0")  # Paceline's and torch.distributed's
 
 
 class Cause(Enum):
@@ -154,7 +154,7 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
     if wait.is_formation:
         name = next((seat.name for rank in waiters if (seat := rank.seats.get(wait.call.group))), "")
         of = f" of the {name}" if name else ""
-        if name in _DEFAULT_GROUPS:
+        if name in DEFAULT_GROUPS:
             call, of = "init_process_group()", ""
     line = wait.call.line or next((line for rank in waiters if (line := line_of(rank))), "")
     where = f" ({line})" if line else ""
@@ -165,7 +165,8 @@ def line_of(rank: RankState) -> str:
     """Returns the line of the user's program that a rank is executing or at which it failed; "" if unknown."""
     if rank.place is not None and rank.place.line:
         return rank.place.line
-    return rank.ending.line if rank.ending is not None else ""
+    has_failed = rank.ending is not None and rank.ending.manner is not ExitReason.FINISHED
+    return rank.ending.line if rank.ending is not None and has_failed else ""
 
 
 def line_of_call(rank: RankState, group: str, sequence: int) -> str:

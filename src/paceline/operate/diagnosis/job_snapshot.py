@@ -162,8 +162,13 @@ class ProcessActivity:
         A working process uses a core or a disk, waits for a core, changes its stack, or starts other programs.
         """
         is_at_disk = self.disk_bytes_s >= 1 << 17 or self.state is ProcessState.WAITS_FOR_DISK
-        is_at_work = self.cores + self.waited_share >= 0.2 or self.state is ProcessState.RUNS
+        is_at_work = self.cores + self.waited_share >= 0.2 or (self.state is ProcessState.RUNS and not self._only_polls)
         return is_at_work or is_at_disk or self.moves or bool(self.child)
+
+    @property
+    def _only_polls(self) -> bool:
+        """Whether the main thread sleeps and hardly computes when it wakes, so that it was runnable by chance."""
+        return self.wakes_hz >= 1 and self.cores + self.waited_share < 0.05
 
     def is_busy_at(self, place: StackLocation) -> bool:
         """Returns True if the process is working. Less activity suffices, for example, while it compiles."""
@@ -232,7 +237,7 @@ class RankExitStatus:
         manner: the category of the exit.
         at_s: the time of the exit.
         how: a short description of the exit.
-        line: the line in the user's program that raised an exception, or "".
+        line: the line in the user's program that raised an exception or exited, or "".
         handled: the exception that was being handled when the rank's final exception was raised, or "".
     """
 

@@ -161,6 +161,7 @@ class ProcessSample:
     switches: int  # number of times that the main thread has gone to sleep
     is_frozen: bool
     reads_stdin: bool = False
+    runnable: frozenset[int] = frozenset()  # those of the process and its descendants whose main threads can run
 
 
 def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
@@ -170,9 +171,11 @@ def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
         return None
     cpu_ticks, file_bytes = 0, 0
     times: dict[int, tuple[int, int]] = {}
-    descendants = _descendants(root, pid)
+    descendants, runnable = _descendants(root, pid), set()
     for member in [pid, *descendants]:
         own = _stat(root, member)
+        if own[:1] == ["R"]:
+            runnable.add(member)
         cpu_ticks += sum(map(int, own[11:15])) if own else 0
         file_bytes += _file_bytes(root, member)
         times |= {thread: _run_times(root, member, thread) for thread in [member, *threads(member, root)]}
@@ -189,6 +192,7 @@ def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
         _number(status, "voluntary_ctxt_switches:"),
         _is_frozen(root, pid),
         waits_for_stdin(pid, str(root)),
+        frozenset(runnable),
     )
 
 
@@ -219,14 +223,18 @@ def between(first: ProcessSample | None, last: ProcessSample | None) -> ProcessA
 def _waited_ns(first: ProcessSample, last: ProcessSample) -> int:
     """Returns the time during which computing threads were runnable but had no core.
 
-    Threads that only poll occasionally are excluded, because they also wait for a core on a busy machine.
+    Threads that only poll occasionally are excluded, because they also wait for a core on a busy machine. The kernel
+    adds a wait to a thread's time only when the wait ends. A thread that has not run at all is therefore recognized by
+    its state.
     """
-    least_ns = _LEAST_CORES * (last.at_s - first.at_s) * 1e9
+    elapsed_ns = int((last.at_s - first.at_s) * 1e9)
     waited_ns = 0
     for thread, (ran_ns, ready_ns) in last.threads.items():
         before_ran_ns, before_ready_ns = first.threads.get(thread, (0, 0))
-        if ran_ns - before_ran_ns >= least_ns:
+        if ran_ns - before_ran_ns >= _LEAST_CORES * elapsed_ns:
             waited_ns += ready_ns - before_ready_ns
+        elif thread in first.runnable & last.runnable and ran_ns == before_ran_ns:
+            waited_ns += elapsed_ns
     return waited_ns
 
 

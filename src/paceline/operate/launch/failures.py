@@ -48,16 +48,18 @@ _MISMATCH = "CollectiveMismatchError"
 _DEPARTURE = " left the group (its script ended, or it destroyed the process group)"  # see `comm/engine/failures.py`
 _STACKS = re.compile(r"\n\s*(?:At:\n|Exception raised from )")  # stacks that pybind11 and PyTorch append to a message
 # A connection broken by a child process, such as a DataLoader worker.
-_OF_CONNECTIONS = ("ConnectionResetError", "BrokenPipeError")
+_OF_CONNECTIONS = ("ConnectionResetError", "BrokenPipeError", "EOFError")
 _OF_CHILDREN = re.compile(r'^ *File ".*/(?:torch/utils/data|multiprocessing)/', re.MULTILINE)
 _DURING = "\nDuring handling of the above exception, another exception occurred:\n"
 _GROUP_PREFIX = " |"  # the characters before each line of an exception group
+_SECOND_MEMBER = re.compile(r"^ +\+-+ 2 -+$", re.MULTILINE)
 _LONGEST_TEXT = 1 << 16
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 _MOST_SENT = 256  # the maximum number of failures in a message
 _TAIL_CHARACTERS = 1000  # the maximum length of the text of each failure other than the cause
 _LONGEST_SUMMARY = 200
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
+_FRAME = re.compile(rf'^[{_GROUP_PREFIX}]*File "(.+)", line (\d+), in ', re.MULTILINE)
+_MEMBER = re.compile(r"^ {4,}\| ([A-Za-z_][\w.]*(?::.*)?)$", re.MULTILINE)  # an exception in an exception group
 _OWN_FILES = (*STARTERS, "paceline/operate/plan/measure_worker.py", "<frozen runpy>")
 
 
@@ -82,6 +84,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log: str | None = None  # directory with the worker's output
     at_exit: bool = False  # whether the script had finished and the interpreter was shutting down
     exit_line: str = ""  # the line of the user's code that exited with an error code, e.g. by calling `sys.exit(3)`
+    exit_message: str = ""  # the message with which it exited, as in `sys.exit("no data")`
 
     @property
     def is_consequence(self) -> bool:
@@ -125,7 +128,12 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def summary(self) -> str:
         """The exception's message, shortened to one line, or `how` if there is no exception."""
-        return self.how if self.record is None else _summarized(in_one_line(self.record))
+        if self.record is None:
+            return f"{self.how}: {self.exit_message}" if self.exit_message else self.how
+        is_of_child = self.record.kind in _OF_CONNECTIONS and _OF_CHILDREN.search(self.record.text)
+        hint = " (a child process, such as a DataLoader worker, has exited; see its output)" if is_of_child else ""
+        text = _summarized(in_one_line(self.record))
+        return f"{text if text.endswith('...') else text.rstrip('.')}{hint}"
 
     @property
     def line(self) -> str:
@@ -152,6 +160,7 @@ def _summarized(text: str) -> str:
 
 
 def _last_user_line(text: str) -> str:
+    text = _SECOND_MEMBER.split(text, maxsplit=1)[0]
     own = [(file, number) for file, number in _FRAME.findall(text) if is_user_file(file)]
     return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
 
@@ -178,7 +187,8 @@ def in_one_line(record: Record) -> str:
     text = _STACKS.split(_exception_in(record.kind, record.text), maxsplit=1)[0]
     lines = text.rstrip().splitlines()
     if lines and lines[0].startswith(tuple(_GROUP_PREFIX)):
-        return lines[0].strip(_GROUP_PREFIX)
+        member = _MEMBER.search(text)
+        return lines[0].strip(_GROUP_PREFIX) + (f", first {member[1]}" if member else "")
     if "Traceback (most recent call last)" in text:
         return lines[-1]
     return " ".join(line.strip() for line in lines if line.strip())
@@ -200,6 +210,13 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def describe_signal(name: str, workers: int, timeout_s: float) -> str:
+    """Describes the launcher's reaction to a signal that it passes on to its workers."""
+    to = "1 worker, which has" if workers == 1 else f"{workers} workers, which have"
+    whom = "the worker" if workers == 1 else "them"
+    return f"{name}: passed on to {to} {timeout_s:g} s to exit (send it again to kill {whom})"
 
 
 def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
@@ -265,8 +282,12 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
         )
     if code == -signal.SIGKILL:
         return f"{line}; if it was not killed manually, the machine ran out of memory (see dmesg){log}"
+    if failure.exit_message:
+        line += f": {failure.exit_message}"
     if failure.exit_line:
         return f"{line}; it called sys.exit or raised SystemExit at {failure.exit_line}; look at its output above{log}"
+    if code in _CRASHES:
+        return f"{line}; look at its output above, where Python has printed the stack of the crash{log}"
     return f"{line}; it left no Python traceback; look at its output above{log}"
 
 
@@ -308,12 +329,12 @@ def report_parts(
             label = "a consequence" if failure.is_consequence else "failed too"
             others.append(f"{word} {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
     failed = {failure.rank for failure in failures}
-    ended = [str(rank) for rank in ranks if rank not in failed]
+    ended = [rank for rank in ranks if rank not in failed]
     if likewise:
         numbers = format_cpulist({failure.rank for failure in likewise}).replace(",", ", ")
         others.append(f"{word}s {numbers} failed in the same way")
-    first_ended = ", ".join(ended[:16]) + (", ..." if len(ended) > 16 else "")
-    unhurt = [f"the other ranks ({first_ended}) did not fail"] if ended else []
+    numbers = format_cpulist(set(ended)).replace(",", ", ")
+    unhurt = [f"{word}{'s' if len(ended) > 1 else ''} {numbers} did not fail"] if ended else []
     failed_first = describe(cause, word, printed_by)
     return [failed_first, *others, *unhurt] if others else [*unhurt, failed_first]
 
@@ -372,18 +393,21 @@ def read_record(path: str) -> Record | None:
         return None
 
 
-def write_exit_line(path: str, trace: TracebackType | None) -> None:
-    """Saves the user's line from the traceback of a SystemExit, in a file next to the error file `path`."""
-    if line := _last_user_line("".join(traceback.format_tb(_without_own(trace)))):
-        Path(f"{path}.exit-line").write_text(line)
+def write_exit(path: str, error: SystemExit) -> None:
+    """Saves the user's line that raised a SystemExit, and its message, in a file next to the error file `path`."""
+    line = _last_user_line("".join(traceback.format_tb(_without_own(error.__traceback__))))
+    message = "" if error.code is None or isinstance(error.code, int) else " ".join(str(error.code).split())
+    if line or message:
+        Path(f"{path}.exit").write_text(f"{line}\n{_summarized(message)}", errors="backslashreplace")
 
 
-def read_exit_line(path: str) -> str:
-    """Returns the line written by `write_exit_line`, or ""."""
+def read_exit(path: str) -> tuple[str, str]:
+    """Returns the line and the message written by `write_exit`; both are "" by default."""
     try:
-        return Path(f"{path}.exit-line").read_text(errors="replace")
+        line, _, message = Path(f"{path}.exit").read_text(errors="replace").partition("\n")
+        return line, message
     except OSError:
-        return ""
+        return "", ""
 
 
 def has_begun_exit(path: str) -> bool:

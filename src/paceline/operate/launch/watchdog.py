@@ -240,13 +240,19 @@ def final_snapshot(workers: Sequence[WatchedWorker]) -> str | None:
     return explain_or_default(take, None)
 
 
-def ending_of(exit_code: int, failure: WorkerFailure | None) -> RankExitStatus | None:
-    """Returns the exit status of a worker, or None if the launcher terminated the worker."""
+def ending_of(exit_code: int, failure: WorkerFailure | None, exit_line: str = "") -> RankExitStatus | None:
+    """Returns the exit status of a worker, or None if the launcher terminated the worker.
+
+    Args:
+        exit_code: The worker's exit code, negative for a signal.
+        failure: The worker's failure, or None.
+        exit_line: The line of the user's code that exited with exit code 0, or "".
+    """
     from paceline.operate.diagnosis.job_snapshot import ExitReason, RankExitStatus
 
     now_s, behind_s = time.monotonic(), time.time() - time.monotonic()
     if failure is None:
-        return RankExitStatus(ExitReason.FINISHED, now_s) if exit_code == 0 else None
+        return RankExitStatus(ExitReason.FINISHED, now_s, line=exit_line) if exit_code == 0 else None
     record = failure.record
     at_s = (record.time_s if record is not None else failure.seen_s) - behind_s
     return RankExitStatus(ExitReason[failure.manner], at_s, failure.summary, failure.line, failure.handled)

@@ -20,7 +20,7 @@ from paceline.comm.store.tcp_store import PortInUseError, listen
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError
 from paceline.linux import interrupts_raised
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
-from paceline.operate.launch.failures import WorkerFailure, shortened
+from paceline.operate.launch.failures import WorkerFailure, describe_signal, read_exit, shortened
 from paceline.operate.launch.job import Job, RendezvousOptions
 from paceline.operate.launch.launcher import Launcher, Workers
 from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay, DiagnosisCollector
@@ -168,7 +168,8 @@ class WorkerGroupLauncher(Launcher):
         def ending(worker: WorkerProcess) -> RankExitStatus | None:
             failure = failures.get(worker.rank)
             has_ended = worker.exit_code is not None or failure is not None
-            return ending_of(worker.exit_code or 0, failure) if has_ended else None
+            exit_line = read_exit(worker.error_file)[0] if worker.exit_code == 0 else ""
+            return ending_of(worker.exit_code or 0, failure, exit_line) if has_ended else None
 
         return [
             WatchedWorker(
@@ -354,10 +355,7 @@ class WorkerGroupLauncher(Launcher):
             return
         running = self._generation.pids()
         if running:
-            self._say(
-                f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
-                "exit (send it again to kill them)"
-            )
+            self._say(describe_signal(number.name, len(running), self._job.shutdown_timeout_s))
         elif not self._generation.workers:
             self._say(f"{number.name}: the job ends before its workers have started")
         self._generation.end(number)

@@ -43,6 +43,16 @@ def test_a_call_that_followed_the_same_call_before_is_expected():
     assert (found.strays, found.expected, found.is_guess) == ((1,), A, False)
 
 
+def test_a_call_made_once_before_need_not_be_right():
+    past = [C, A, B]  # C is a first barrier, for example
+    other = CallSignature("broadcast", "float32", 4)
+    calls = {rank: [call(number, header) for number, header in enumerate([*past, last], 1)]
+             for rank, last in enumerate((other, C))}  # fmt: skip
+    found = difference(calls)
+    assert found is not None
+    assert (found.strays, found.is_guess) == ((0, 1), True)
+
+
 def steps(*counts: int) -> list[RankCall]:
     numbers = [step for step, count in enumerate(counts) for _ in range(count)]
     return [call(sequence, step=step) for sequence, step in enumerate(numbers, 1)]

@@ -199,6 +199,7 @@ def test_a_rank_that_computes_beside_its_call_is_no_deadlock():
     ("process", "why"),
     [
         (ProcessActivity(ProcessState.RUNS, cores=0.1), "it uses 0.1 cores"),
+        (ProcessActivity(ProcessState.RUNS), "it waits for a core"),
         (ProcessActivity(ProcessState.SLEEPS, cores=0.05, waited_share=0.9), "it waits for a core 90% of the time"),
         (ProcessActivity(ProcessState.SLEEPS, disk_bytes_s=1e6), "it reads or writes files"),
         (ProcessActivity(ProcessState.WAITS_FOR_DISK), "it reads or writes files"),
@@ -210,6 +211,13 @@ def test_a_rank_that_works_is_not_accused(process, why):
     verdict = diagnose(play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(0, 4), like=like))
     assert (verdict.cause, verdict.is_fault) == (Cause.BUSY, False)
     assert f"is working ({why})" in verdict.sentence
+
+
+def test_a_rank_that_only_polls_is_not_said_to_work():
+    polls = ProcessActivity(ProcessState.RUNS, cores=0.01, wakes_hz=10.0)  # runnable by chance, on a busy machine
+    like = RankState(0, place=StackLocation("wait_for_file", "train.py:90"), process=polls)
+    verdict = diagnose(play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(0, 4), like=like))
+    assert (verdict.cause, verdict.blamed, verdict.is_fault) == (Cause.USER_CODE, (0,), True)
 
 
 _SUBPROCESS = StackLocation("subprocess.run", "train.py:7", activity="waits for a child process")
@@ -312,6 +320,17 @@ def test_a_loop_that_ran_fewer_times_is_found():
     assert (verdict.cause, verdict.blamed) == (Cause.LEFT, (2,))
     assert verdict.sentence.startswith(
         "rank 2 exited too early, with exit code 0 after all_reduce(float32, 4096) call 7"
+    )
+
+
+def test_the_line_of_an_early_exit_is_named():
+    plans = [loop(_HEADERS[:1], _STEPS - (rank == 1), marks=False) for rank in range(2)]
+    scene = play(plans)
+    left = replace(scene.ranks[1], ending=replace(scene.ranks[1].ending, line="train.py:14"))
+    verdict = diagnose(replace(scene, ranks=(scene.ranks[0], left)))
+    assert (verdict.cause, verdict.blamed) == (Cause.LEFT, (1,))
+    assert verdict.sentence.startswith(
+        "rank 1 exited too early, with exit code 0 (sys.exit or SystemExit at train.py:14) after all_reduce("
     )
 
 

@@ -311,3 +311,73 @@ def test_a_world_size_that_is_too_great_is_suggested():
     assert "Check that world_size" in told, "it may also be another machine that is missing"
     told = _verdict(JobSnapshot(20.0, (_forming(1, "0", (0, 1, 2)),))).sentence
     assert "world_size" not in told, "rank 0 is missing"
+
+
+def test_a_failure_is_told_with_the_handled_exception():
+    ending = RankExitStatus(
+        ExitReason.EXCEPTION, 1.0, "RuntimeError: unexpected pos", "train.py:9", "OSError: No space left on device"
+    )
+    verdict = _verdict(_between_calls(RankState(0, ending=ending), _elsewhere()))
+    assert "RuntimeError: unexpected pos (train.py:9) while it handled OSError: No space left on device" in (
+        verdict.sentence
+    )
+
+
+def test_a_rank_whose_script_has_ended_has_ended():
+    verdict = _verdict(_between_calls(RankState(0, ending=RankExitStatus(ExitReason.FINISHED, 1.0)), _waiter()))
+    assert "rank 0 has ended" in verdict.sentence and "()" not in verdict.sentence
+
+
+def _initializing(number: int, seat: GroupMembership, key: str = "g") -> RankState:
+    call = RankCall(key, 0, CallSignature("new_group"), 5.0, line="train.py:6")
+    return RankState(number, seats={key: seat}, calls=(call,), place=StackLocation("", "train.py:6", is_call=True))
+
+
+def test_different_world_sizes_are_told():
+    ranks = [
+        _initializing(0, GroupMembership(0, 2, "group default", (0, 1)), "one"),
+        _initializing(1, GroupMembership(1, 3, "group default", (0, 1, 2)), "other"),
+    ]
+    verdict = _verdict(JobSnapshot(20.0, tuple(ranks)))
+    assert (verdict.cause, verdict.blamed) == (Cause.OTHER_SHAPE, (1,))
+    told = "the world sizes passed to init_process_group() (train.py:6) differ: rank 0 has 2, rank 1 has 3; all ranks"
+    assert verdict.sentence.startswith(told)
+
+
+def test_processes_with_the_same_rank_are_told():
+    ranks = [_initializing(number, GroupMembership(0, 3, "group 0", (0, 1, 2))) for number in range(2)]
+    ranks.append(_initializing(2, GroupMembership(2, 3, "group 0", (0, 1, 2))))
+    verdict = _verdict(JobSnapshot(20.0, tuple(ranks)))
+    assert (verdict.cause, verdict.blamed) == (Cause.OTHER_SHAPE, (1,))
+    assert verdict.sentence.startswith(
+        "the processes of ranks 0, 1 wait in init_process_group() (train.py:6), and all of them have called it as rank"
+    )
+
+
+def test_a_rank_that_cannot_connect_has_made_the_call():
+    place = StackLocation("distributed_c10d.init_process_group", "train.py:6")
+    ranks = (
+        _initializing(0, GroupMembership(0, 2, "group 0", (0, 1))),
+        RankState(1, place=place, process=IDLE),
+    )
+    verdict = _verdict(JobSnapshot(20.0, ranks))
+    assert verdict.blamed == (1,)
+    assert verdict.sentence == (
+        "rank 0 waits in init_process_group() (train.py:6); rank 1 has called it too, but has not connected to the "
+        "others (train.py:6): check MASTER_ADDR, MASTER_PORT and the network there"
+    )
+
+
+def test_a_rank_that_makes_other_calls_is_not_accused():
+    seen = _between_calls(RankState(0, place=StackLocation("", "train.py:15")), _elsewhere())
+    waits_since_s = seen.now_s - 14.0
+    barrier = RankCall("late", 1, CallSignature("barrier"), waits_since_s, line="train.py:16")
+    trained = RankCall("pair", 40, _SUM, seen.now_s - 0.4, seen.now_s - 0.3, "ok")
+    seats = {"late": GroupMembership(0, 2), "pair": GroupMembership(0, 2)}
+    busy = replace(seen.ranks[0], seats=seats, calls=(trained,), since_s=seen.now_s - 0.3)
+    waiter = replace(seen.ranks[1], seats={"late": GroupMembership(1, 2)}, calls=(barrier,), ending=None)
+    verdict = _verdict(replace(seen, ranks=(busy, waiter)))
+    assert (verdict.cause, verdict.blamed, verdict.is_fault) == (Cause.BUSY, (0,), False)
+    assert "it is at train.py:15 and is making other calls, most recently all_reduce(float32, 4096) call 40" in (
+        verdict.sentence
+    )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,14 @@ def test_only_threads_that_compute_are_said_to_wait_for_a_core():
     assert looks_for_news.waited_share == 0.0 and not looks_for_news.is_busy
     computes = worker_process.between(first, _sample(1.0, {1: (0, 0), 2: (100_000_000, 900_000_000)}))
     assert computes.waited_share == pytest.approx(0.9) and computes.is_busy
+
+
+def test_a_process_that_gets_no_core_waits_for_one():
+    first, last = (replace(_sample(at_s, {1: (7, 0), 2: (9, 0)}), runnable=frozenset({2})) for at_s in (0.0, 1.0))
+    starved = worker_process.between(first, last)
+    assert starved.waited_share == pytest.approx(1.0) and starved.is_busy
+    polls = worker_process.between(first, replace(last, threads={1: (7, 0), 2: (10, 0)}))
+    assert polls.waited_share == 0.0 and not polls.is_busy
 
 
 @pytest.mark.parametrize(

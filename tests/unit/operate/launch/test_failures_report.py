@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from paceline.operate.launch.failures import (
     Record,
     WorkerFailure,
+    describe_signal,
     report,
     report_parts,
     shortened,
@@ -117,6 +118,43 @@ def test_an_exit_with_a_code_is_told_with_its_line():
     assert "it called sys.exit or raised SystemExit at train.py:9" in report([left])
 
 
+def test_the_message_of_an_exit_is_told():
+    left = replace(failure(1, None, 1), exit_line="train.py:9", exit_message="no data for this rank")
+    assert left.summary == "exit code 1: no data for this rank"
+    assert ", exit code 1): no data for this rank; it called sys.exit or raised SystemExit at" in report([left])
+
+
+def test_a_crash_refers_to_the_stack_that_was_printed():
+    assert "look at its output above, where Python has printed the stack" in report([failure(1, None, -11)])
+
+
+def test_a_connection_that_a_child_broke_is_told_as_such():
+    text = 'Traceback\n  File "/lib/python3.11/multiprocessing/connection.py", line 395, in _recv\n{}: reset'
+    record = Record(1.0, "ConnectionResetError", text.format("ConnectionResetError"))
+    found = replace(failure(1, None), record=record)
+    assert (found.manner, found.summary) == (
+        "EXCEPTION",
+        "ConnectionResetError: reset (a child process, such as a DataLoader worker, has exited; see its output)",
+    )
+
+
+def test_the_ranks_that_did_not_fail_are_listed():
+    lost = "PeerLostError: rank 1 was lost"
+    told = [report_parts([failure(0, lost)], range(size))[0] for size in (2, 5)]
+    assert told == ["rank 1 did not fail", "ranks 1-4 did not fail"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "told"),
+    [
+        (1, "SIGTERM: passed on to 1 worker, which has 30 s to exit (send it again to kill the worker)"),
+        (2, "SIGTERM: passed on to 2 workers, which have 30 s to exit (send it again to kill them)"),
+    ],
+)
+def test_a_signal_that_is_passed_on_is_told(workers, told):
+    assert describe_signal("SIGTERM", workers, 30.0) == told
+
+
 def test_signals_are_named_and_those_without_a_name_numbered():
     assert (signal_name(11), signal_name(40)) == ("SIGSEGV", "signal 40")
 
@@ -162,7 +200,32 @@ def test_a_group_of_exceptions_is_summarized_by_itself():
         "  + Exception Group Traceback (most recent call last):\n  | ExceptionGroup: many (1 sub-exception)\n  +-+----"
     )
     record = Record(1.0, "ExceptionGroup", f"{text} 1 ----\n    | ValueError: bad\n    +----\n")
-    assert WorkerFailure(0, 1, 1, 1.0, record).summary == "ExceptionGroup: many (1 sub-exception)"
+    assert (
+        WorkerFailure(0, 1, 1, 1.0, record).summary == "ExceptionGroup: many (1 sub-exception), first ValueError: bad"
+    )
+
+
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "/home/me/train.py", line 5, in <module>
+  |     asyncio.run(main())
+  | ExceptionGroup: unhandled errors in a TaskGroup (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/home/me/train.py", line 2, in read
+    |     raise ValueError("bad shard.")
+    | ValueError: bad shard.
+    +---------------- 2 ----------------
+    | Traceback (most recent call last):
+    |   File "/home/me/train.py", line 9, in write
+    | KeyError: 3
+    +------------------------------------
+"""
+
+
+def test_an_exception_group_is_told_with_its_first_member():
+    found = WorkerFailure(0, 1, 1, 1.0, Record(1.0, "ExceptionGroup", GROUP))
+    assert found.line == "train.py:2"
+    assert found.summary.endswith("(2 sub-exceptions), first ValueError: bad shard")
 
 
 def test_a_long_message_keeps_its_beginning_between_machines():

@@ -28,6 +28,7 @@ from paceline.operate.launch.elastic.worker_replacement import (
 )
 from paceline.operate.launch.failures import (
     WorkerFailure,
+    describe_signal,
     read_record,
     shortened,
     signal_name,
@@ -344,10 +345,7 @@ class ElasticAgent(Launcher):
             self._send(self._shutdown.farewell(coordinates=False))
             return
         self._send([Slots(0), *self._shutdown.announced()])
-        self._say(
-            f"{number.name}: passed on to {len(self._members.pids())} workers, which have "
-            f"{self._job.shutdown_timeout_s:g} s to exit (send it again to kill them)"
-        )
+        self._say(describe_signal(number.name, len(self._members.pids()), self._job.shutdown_timeout_s))
         if self._shutdown.hands_over(self._coordinates):
             self._say(
                 "this launcher coordinates the job; when its workers have exited, another launcher takes over "

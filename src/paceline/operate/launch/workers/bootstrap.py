@@ -251,17 +251,17 @@ class _ExceptionRecorder:
                 pass
 
     def record_exit(self, error: SystemExit) -> None:
-        """Records the line at which the script exited with an error code, as `sys.exit(3)` does."""
+        """Records where, and with which message, the script raised SystemExit, as `sys.exit(3)` does."""
         import sys  # see `record`
         from os import getpid
 
-        if not error.code or self._is_recorded or getpid() != self._worker:
+        if self._is_recorded or getpid() != self._worker:
             return
         sys.path.insert(0, self._package)
         try:
-            from paceline.operate.launch.failures import write_exit_line
+            from paceline.operate.launch.failures import write_exit
 
-            write_exit_line(self._path, error.__traceback__)
+            write_exit(self._path, error)
         except Exception:  # e.g. the disk is full; the exit code is known in any case
             pass
 

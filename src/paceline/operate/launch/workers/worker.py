@@ -21,7 +21,7 @@ from pathlib import Path
 
 from paceline import _core
 from paceline.linux import pidfd_open, waits_for_stdin
-from paceline.operate.launch.failures import Record, WorkerFailure, has_begun_exit, read_exit_line
+from paceline.operate.launch.failures import Record, WorkerFailure, has_begun_exit, read_exit
 from paceline.operate.launch.job import Command, CommandKind
 from paceline.operate.launch.job_directory import RecordingMemory
 from paceline.operate.launch.workers.cleanup import kill_group
@@ -232,7 +232,7 @@ def failure_of(worker: WorkerProcess, code: int, record: Record | None, memory: 
     explained = memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
     exit_code = 1 if record is not None else code  # an exception takes precedence, even if the worker was killed later
     at_exit = record is None and has_begun_exit(worker.error_file)
-    exit_line = read_exit_line(worker.error_file) if record is None and code > 0 else ""
+    exit_line, exit_message = read_exit(worker.error_file) if record is None and code > 0 else ("", "")
     return WorkerFailure(
         worker.rank,
         worker.pid,
@@ -243,6 +243,7 @@ def failure_of(worker: WorkerProcess, code: int, record: Record | None, memory: 
         log=worker.log,
         at_exit=at_exit,
         exit_line=exit_line,
+        exit_message=exit_message,
     )
 
 

@@ -6,6 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from paceline.operate.diagnosis import worker_process
 from paceline.operate.launch import failures
 from paceline.operate.launch.workers import bootstrap
@@ -35,15 +37,16 @@ def test_an_exception_is_recorded_in_spite_of_an_interruption(monkeypatch, tmp_p
     assert recorded == [first, first]
 
 
-def test_the_line_of_an_exit_with_an_error_code_is_recorded(monkeypatch, tmp_path):
+@pytest.mark.parametrize("code", [None, 0, 3, "no data"])
+def test_the_line_of_an_exit_is_recorded(monkeypatch, tmp_path, code):
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = str(tmp_path / "error")
     recorder = bootstrap._ExceptionRecorder(path)
-    for code in (None, 0, 3):
-        assert failures.read_exit_line(path) == ""
-        try:
-            sys.exit(code)
-        except SystemExit as error:
-            recorder.record_exit(error)
-            line = error.__traceback__.tb_lineno
-    assert failures.read_exit_line(path) == f"{Path(__file__).name}:{line}"
+    assert failures.read_exit(path) == ("", "")
+    try:
+        sys.exit(code)
+    except SystemExit as error:
+        recorder.record_exit(error)
+        line = error.__traceback__.tb_lineno
+    message = "no data" if code == "no data" else ""
+    assert failures.read_exit(path) == (f"{Path(__file__).name}:{line}", message)
