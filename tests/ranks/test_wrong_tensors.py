@@ -24,6 +24,8 @@ def tensors_without_rows_are_refused(call, size) -> None:
         call(rows, rows, [5, -1], [2, 2])
     with pytest.raises(ValueError, match=r"input_split_sizes is \[-1, 5\]"):
         call(rows, rows, [2, 2], [-1, 5])
+    with pytest.raises(ValueError, match=r"all_to_all: this rank sends itself 3 elements, but has room for 2 elements"):
+        call(rows, rows.clone(), [2, 2], [3, 1] if dist.get_rank() == 0 else [1, 3])
     for kind in (numpy.array, iter, torch.tensor):  # sizes need not be in a list
         rows.zero_()
         call(rows, torch.arange(2.0 * size), kind([2] * size), kind([2] * size))
