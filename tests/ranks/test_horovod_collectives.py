@@ -426,6 +426,47 @@ def trained(passes: int, options: dict[str, object], tolerance: float) -> None:
         torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
 
 
+def parameters_that_come_later_are_reduced() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 4), nn.Linear(4, 2))
+    model[0].weight.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[:2].parameters(), lr=0.1), model[:2].named_parameters())
+    for step in range(3):
+        if step == 1:
+            model[0].weight.requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+        optimizer.zero_grad()
+        inputs, targets = batches(step, hvd.rank())
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        if step == 0:
+            model[2].zero_grad()
+    for param in model.parameters():
+        assert torch.equal(hvd.broadcast(param.detach(), 0), param)
+
+
+def loaded_state_begins_a_new_step() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    state = copy.deepcopy(optimizer.state_dict())
+    for inputs in (torch.full((1, 3), torch.inf), torch.ones(1, 3)):
+        optimizer.load_state_dict(state)  # after a backward pass whose gradients are not used
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight.grad, torch.ones(2, 3))
+
+
+def errors_of_a_step_begin_a_new_one() -> None:
+    model = nn.Linear(3, 2 + (hvd.rank() == 0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(hvd.HorovodInternalError, match=r"allreduce\(float32 \[3\], float32 \[3, 3\]"):
+            optimizer.step()
+
+
 def mistakes_around_a_step_are_said() -> None:
     model = nn.Linear(3, 2)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -477,6 +518,9 @@ _WORLD = OneWorld(
     partial(trained, 3, {}, 1e-6),
     partial(trained, 1, {"gradient_predivide_factor": 2.0}, 1e-6),
     partial(trained, 2, _FP16, 1e-3),
+    parameters_that_come_later_are_reduced,
+    loaded_state_begins_a_new_step,
+    errors_of_a_step_begin_a_new_one,
     mistakes_around_a_step_are_said,
 )
 

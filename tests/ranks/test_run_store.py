@@ -51,19 +51,32 @@ def test_torch_forms_groups_again_and_without_rank_0(script, tmp_path, backend):
 KEYS = """
 import datetime, os, sys
 import torch.distributed as dist
-store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=60)))
+timeout, rank = datetime.timedelta(seconds=60), int(os.environ["RANK"])
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = {store}
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 assert not store.check(["key of attempt"]) or store.get("key of attempt").decode() == attempt
 store.set("key of attempt", attempt)
 store.set(f"rank {rank}", "")
 store.wait(["rank 0", "rank 1"])
 print("attempt", attempt, store.get("key of attempt").decode(), flush=True)
+store.set(f"end {rank}", "")
+store.wait(["end 0", "end 1"])  # a rank that serves the store ends last
 sys.exit(1 if attempt == "0" else 0)
 """
 
 
-def test_a_restarted_generation_finds_no_old_key(script):
-    done = run("--nproc-per-node=2", "--max-restarts=1", script(KEYS))
+@pytest.mark.parametrize(
+    "store",
+    [
+        'next(dist.rendezvous("env://", timeout=timeout))[0]',
+        "dist.TCPStore(*place, 2, False, timeout)",
+        "dist.TCPStore(host_name=place[0], port=place[1], timeout=timeout)",
+        "dist.TCPStore(*place, 2, is_master=rank == 0, timeout=timeout)",  # torchrun refuses this: its port is taken
+    ],
+)
+def test_a_restarted_generation_finds_no_old_key(script, store):
+    done = run("--nproc-per-node=2", "--max-restarts=1", script(KEYS.replace("{store}", store)))
     assert done.returncode == 0, done.stderr
     assert [f"[rank {rank}] attempt 1 1" in done.stdout for rank in range(2)] == [True, True]
 

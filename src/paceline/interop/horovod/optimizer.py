@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 
 from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.group.eager import eager
+from paceline.errors import CollectiveError
 from paceline.interop.horovod.basics import ProcessSet, global_process_set
 from paceline.interop.horovod.call_queue import CallHandle
 from paceline.interop.horovod.collectives import (
@@ -69,13 +70,11 @@ class HorovodGradientReducer:
         self.passes = passes
         self._how = how
         self._calls = how.process_set.calls()
-        self._buckets = _buckets(params)
-        self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._to_come: dict[torch.Tensor, int] = {}
         self._next = 0
-        self._reset()
-        for param in self._bucket_of:
-            param.register_post_accumulate_grad_hook(self._on_gradient)
+        self.include(params)
 
     @property
     def is_pending(self) -> bool:
@@ -87,16 +86,42 @@ class HorovodGradientReducer:
         self.passes = passes
         self._reset()
 
+    def include(self, params: Sequence[torch.Tensor]) -> None:
+        """Adds the parameters that are not reduced yet. Their gradients, if any, are part of the next reduction."""
+        buckets = _buckets([param for param in params if param not in self._bucket_of])
+        self._buckets += buckets
+        for bucket in buckets:
+            bucket.missing = len(bucket.params)
+            for param in bucket.params:
+                self._bucket_of[param] = bucket
+                self._to_come[param] = self.passes
+                param.register_post_accumulate_grad_hook(self._on_gradient)
+
     def finish(self) -> None:
         """Reduces the remaining buckets (missing gradients count as zeros) and waits for all buckets.
 
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: a reduction failed.
         """
-        for bucket in self._buckets[self._next :]:
-            self._begin(bucket)
+        try:
+            for bucket in self._buckets[self._next :]:
+                self._begin(bucket)
+            for bucket in self._buckets:
+                self._write_back(bucket)
+        except CollectiveError:
+            self.discard()
+            raise
+        self._reset()
+
+    def discard(self) -> None:
+        """Waits for the reductions in progress and ignores their results and errors."""
         for bucket in self._buckets:
-            self._write_back(bucket)
+            with suppress(CollectiveError):
+                if bucket.dense_sums is not None:
+                    bucket.dense_sums.result()
+            for _, handle in bucket.sparse:
+                with suppress(CollectiveError):
+                    handle.result()
         self._reset()
 
     def _reset(self) -> None:
@@ -190,6 +215,10 @@ class _Distributed(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until the gradients are reduced. `step` calls this unless `skip_synchronize` is active."""
         if self._reducer is not None:
+            # Parameters that were added or unfrozen after the construction would otherwise differ between ranks.
+            self._reducer.include(
+                [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+            )
             self._reducer.finish()
         self._is_synchronized = True
 
@@ -263,10 +292,11 @@ class _Distributed(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the optimizer's state."""
+        """Loads the optimizer's state. Gradients that were computed for the next step do not count any more."""
         super().load_state_dict(state_dict)
-        if self._reducer is not None and not self._reducer.is_pending:
-            self._is_synchronized = False
+        if self._reducer is not None:
+            self._reducer.discard()
+        self._is_synchronized = False
 
 
 def DistributedOptimizer(  # noqa: N802  # Horovod's name
@@ -285,7 +315,8 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
 
     Args:
         optimizer: The optimizer to replace; do not use it afterward.
-        named_parameters: `model.named_parameters()`; must include every parameter in the optimizer.
+        named_parameters: `model.named_parameters()`; must include every parameter in the optimizer. Parameters that are
+            added to the optimizer or unfrozen later are reduced as well; every rank must do this before the same step.
         compression: `Compression.none`, or `Compression.fp16` to reduce in half precision.
         backward_passes_per_step: The number of backward passes to accumulate before a reduction.
         op: `Average` (the default) or another reduction.

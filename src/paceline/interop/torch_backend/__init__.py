@@ -40,8 +40,10 @@ def register() -> None:
         if "torch" in os.environ.get("PACELINE_COMPAT", "").split(","):  # set by `paceline run --compat torch`
             import_module("paceline.interop.torch_backend.patches").replace_gloo()
         if os.environ.get("PACELINE_TORCH_STORE"):  # set by `paceline run`, which serves torch's store on MASTER_PORT
-            import_module("paceline.interop.torch_backend.patches").replace_store_factory()
-            import_module("paceline.interop.torch_backend.patches").record_store_waits()
+            patches = import_module("paceline.interop.torch_backend.patches")
+            patches.replace_store_factory()
+            patches.request_store_for_clients()
+            patches.record_store_waits()
         if os.environ.get("PACELINE_PORT"):
             replace_env_handler()
     except Exception as error:

@@ -7,6 +7,8 @@
   creates its default group again would find the addresses of earlier processes, so each rendezvous after the first uses
   its own key prefix. The replacement also prevents torch from using the launcher's store for other addresses; for such
   addresses, rank 0 serves a store, as without a launcher.
+- `request_store_for_clients`: the launcher's store only starts listening on request. A program that creates a client at
+  MASTER_PORT itself, with `TCPStore`, requests the store by its first attempt to connect.
 - `record_store_waits`: a program that waits for a key in a store makes no call that is recorded. The replacements for
   the store's methods record the key of a long wait, so that the launcher can report it.
 """
@@ -35,6 +37,12 @@ from paceline import _core
 _STORE_FACTORY = "_create_c10d_store"
 _LONGEST_PAUSE_S = 0.25
 _SHORT_WAIT_S = 2.0  # shorter waits on a store are not recorded
+_GRACE_S = 1.0  # time for a rank to start a store of its own before clients request the launcher's
+_TCP_STORE_ARGUMENTS = (
+    *("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers", "multi_tenant"),
+    *("master_listen_fd", "use_libuv"),
+)
+_TCP_STORE_TIMEOUT = timedelta(minutes=5)  # torch's default
 _GLOO, _OURS = "gloo", "paceline"
 _MIXES_FROM = (2, 14)  # the first PyTorch release that permits a Python backend in a combination of backends
 _GROUP_FACTORY = "_new_process_group_helper"
@@ -161,6 +169,36 @@ def replace_store_factory() -> None:
 
 
 @functools.cache
+def request_store_for_clients() -> None:
+    """Makes clients at MASTER_PORT (`TCPStore(host, port)`) request the launcher's store. Idempotent.
+
+    If a rank serves a store at this port, the launcher's store is not needed, and clients connect to that rank.
+    """
+    # `import torch` loads this file before torch.distributed has this name
+    from torch._C._distributed_c10d import TCPStore
+
+    original = TCPStore.__init__
+
+    @functools.wraps(original)
+    def make(store: TCPStore, *args: Any, **options: Any) -> None:
+        from paceline.comm.rendezvous.environment import is_torch_store
+
+        given = {**dict(zip(_TCP_STORE_ARGUMENTS, args, strict=False)), **options}
+        host, port = given.get("host_name"), given.get("port")
+        if not isinstance(host, str) or not isinstance(port, int) or not is_torch_store(port):
+            return original(store, *args, **options)
+        if not given.get("is_master", False):
+            timeout = given.get("timeout")
+            _await_store(host, port, timeout if isinstance(timeout, timedelta) else _TCP_STORE_TIMEOUT, _GRACE_S)
+        elif given.get("master_listen_fd") is None and _is_listening(host, port):
+            given["is_master"] = False  # a client that did not wait for this rank has requested the launcher's store
+            return original(store, **given)
+        return original(store, *args, **options)
+
+    setattr(TCPStore, "__init__", make)  # noqa: B010  # mypy does not permit the assignment
+
+
+@functools.cache
 def record_store_waits() -> None:
     """Patches torch's stores so that methods that wait for keys record these keys. Idempotent."""
     for name in ("get", "wait", "multi_get", "queue_pop"):
@@ -213,19 +251,42 @@ class _StoreWait:
                 self._stamp = begin_store_wait(self._method, self._keys, self._began_s)
 
 
-def _await_store(host: str, port: int, timeout: timedelta) -> None:
-    """Requests torch's store from the launcher and waits until the store is listening or the timeout has passed.
+def _await_store(host: str, port: int, timeout: timedelta, grace_s: float = 0.0) -> None:
+    """Waits until a store is listening or the timeout has passed. Requests torch's store from the launcher.
 
     Without this wait, torch's client would log each failed attempt and pause for a second.
+
+    Args:
+        host: The store's host.
+        port: The store's port.
+        timeout: The maximum time to wait.
+        grace_s: The time in which a rank can start a store of its own on this port before the request, in seconds.
     """
+    now_s = time.monotonic()
+    until_s, pause_s = now_s + timeout.total_seconds(), 0.002
+    request_s = min(now_s + grace_s, until_s)
+    is_requested = False
+    while True:
+        if not is_requested and time.monotonic() >= request_s:
+            _request_store()
+            is_requested = True
+        if (left_s := until_s - time.monotonic()) <= 0 or _is_listening(host, port, left_s):
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _request_store() -> None:
     from paceline.comm.rendezvous.environment import TORCH_STORE_REQUESTS
 
     if path := os.environ.get(TORCH_STORE_REQUESTS):
         with contextlib.suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb") as pipe:
             pipe.write(b"\n")
-    until_s, pause_s = time.monotonic() + timeout.total_seconds(), 0.002
-    while (left_s := until_s - time.monotonic()) > 0:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), left_s):
-            return
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _is_listening(host: str, port: int, timeout_s: float = 1.0) -> bool:
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except OSError:
+        return False
+    return True
