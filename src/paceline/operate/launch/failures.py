@@ -26,6 +26,7 @@ from paceline.comm.security.untrusted_peers import Int64
 from paceline.errors import STARTERS, is_user_file
 from paceline.operate.launch.workers.placement import format_cpulist
 
+TORCH_SUFFIX = ".torch"  # appended to the path of a worker's error file for the file in torchrun's format
 _PIPE_NAME = "alarm"
 # Errors caused by another rank's failure: Paceline's own errors, and the errors that gloo, NCCL and sockets raise for a
 # lost peer.
@@ -386,10 +387,26 @@ def write_record(path: str, kind: type[BaseException], error: BaseException, tra
 
 
 def read_record(path: str) -> Record | None:
-    """Reads the record written by `write_record`; returns None if there is none."""
+    """Reads the record written by `write_record`, or by torch's `record_exception`; returns None if there is none."""
     try:
         return Record(**json.loads(Path(path).read_text()))
     except (OSError, ValueError, TypeError):
+        return _read_torch_record(f"{path}{TORCH_SUFFIX}")
+
+
+def _read_torch_record(path: str) -> Record | None:
+    """Reads an error file in torchrun's format, which a program may write before it exits without an exception."""
+    try:
+        file = Path(path)
+        message = json.loads(file.read_text()[: 4 * _LONGEST_TEXT])["message"]
+        if isinstance(message, str):
+            summary, stack = message, ""
+        else:
+            summary, stack = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
+        has_stack = stack.rstrip().endswith(summary.rstrip())
+        text = stack if has_stack else "\n".join(filter(None, (stack.rstrip(), summary)))
+        return Record(file.stat().st_mtime, summary.partition(":")[0], text[-_LONGEST_TEXT:])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

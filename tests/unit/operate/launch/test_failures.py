@@ -7,9 +7,12 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from msgspec import structs
+from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
 from paceline.operate.launch.failures import (
+    TORCH_SUFFIX,
     ExceptionNotice,
     Record,
     WorkerFailure,
@@ -52,6 +55,37 @@ def test_an_exception_is_recorded_and_read_back(tmp_path: Path):
     assert record is not None
     assert record.kind == "ValueError"
     assert record.text.endswith("ValueError: boom\n")
+
+
+def test_an_error_file_of_torch_is_read(tmp_path, monkeypatch):
+    path = str(tmp_path / "error")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{path}{TORCH_SUFFIX}")
+    try:
+        raise ValueError("lost: 3 files")
+    except ValueError as error:
+        ErrorHandler().record_exception(error)
+    record = read_record(path)
+    assert record is not None
+    assert (record.kind, record.text.splitlines()[0]) == ("ValueError", "Traceback (most recent call last):")
+    failure = WorkerFailure(1, 7, 3, 0.0, record)
+    assert (failure.summary, failure.line.partition(":")[0]) == ("ValueError: lost: 3 files", "test_failures.py")
+
+
+@pytest.mark.parametrize(
+    ("content", "summary"),
+    [
+        ('{"message": "the disk is gone"}', "the disk is gone"),
+        ('{"message": {"message": "IOError: gone", "extraInfo": {"timestamp": "1"}}}', "IOError: gone"),
+        ('{"message": {"message": "gone", "extraInfo": {"py_callstack": "in main"}}}', "gone"),
+        *(
+            (bad, "exit code 3")
+            for bad in ('{"message": ', "[]", "{}", '{"message": []}', '{"message": {"message": 1', "")
+        ),
+    ],
+)
+def test_error_files_of_other_handlers_are_read(tmp_path, content, summary):
+    (tmp_path / f"error{TORCH_SUFFIX}").write_text(content)
+    assert WorkerFailure(1, 7, 3, 0.0, read_record(str(tmp_path / "error"))).summary == summary
 
 
 def test_an_exception_that_is_recorded_rings_the_alarm(tmp_path: Path):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from paceline.comm.security.secret import chosen_level
 from paceline.operate.launch.elastic_options import ElasticOptions
-from paceline.operate.launch.failures import ExceptionNotice, WorkerFailure
+from paceline.operate.launch.failures import TORCH_SUFFIX, ExceptionNotice, WorkerFailure
 from paceline.operate.launch.job import Command, CommandKind, Job
 from paceline.operate.launch.job_directory import JobRecordings
 from paceline.operate.launch.multinode.protocol import Start
@@ -181,7 +181,7 @@ def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> Worke
     variables = {
         **variables_of(job, start, index, context.environment, context.gpus),
         "PACELINE_ERROR_FILE": error_file,
-        "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
+        "TORCHELASTIC_ERROR_FILE": f"{error_file}{TORCH_SUFFIX}",
         "PACELINE_STDIN": "none" if job.stdin_rank is None else str(job.stdin_rank),
     }
     if keyboard.path is not None:
