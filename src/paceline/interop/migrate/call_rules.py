@@ -56,6 +56,7 @@ class BackendReplacements:
 
     found: dict[cst.CSTNode, cst.BaseExpression]
     shows_values: bool  # whether the file assigns values to the variables passed as group arguments
+    options: frozenset[str]  # the command-line options that supply these variables
 
 
 def replacements_outside_calls(
@@ -71,7 +72,8 @@ def replacements_outside_calls(
     finder = _Values(reading, names, way)
     if finder.has_work():
         reading.module.visit(finder)
-    return BackendReplacements(finder.found if finder.has_gloo or is_named else {}, finder.shows_values)
+    found = finder.found if finder.has_gloo or is_named else {}
+    return BackendReplacements(found, finder.shows_values, frozenset(finder.options))
 
 
 class _Values(cst.CSTVisitor):
@@ -80,6 +82,7 @@ class _Values(cst.CSTVisitor):
         self._names, self._way = names, way
         self._queries = {use.node for use in reading.uses if use.name.endswith(".get_backend")}
         self.found: dict[cst.CSTNode, cst.BaseExpression] = {}
+        self.options: set[str] = set()
         self.has_gloo = self.shows_values = False
 
     def has_work(self) -> bool:
@@ -101,8 +104,10 @@ class _Values(cst.CSTVisitor):
     def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
         if (dotted(node.func) or "").rpartition(".")[2] != "add_argument":
             return
-        options = [arg.value.evaluated_value for arg in node.args if isinstance(arg.value, cst.SimpleString)]
-        if any(str(option).lstrip("-").replace("-", "_") in self._names for option in options):
+        given = [arg.value for arg in node.args if arg.keyword is None or arg.keyword.value == "dest"]
+        names = [str(value.evaluated_value) for value in given if isinstance(value, cst.SimpleString)]
+        if any(name.lstrip("-").replace("-", "_") in self._names for name in names):
+            self.options |= {name for name in names if name.startswith("-")}
             for arg in node.args:
                 if arg.keyword is not None and arg.keyword.value in ("default", "choices"):
                     self._take(arg.value)
@@ -176,6 +181,7 @@ class CallRemarks:
     reasons: dict[cst.CSTNode, str] = field(default_factory=dict)
     notes: dict[cst.CSTNode, str] = field(default_factory=dict)
     stay: set[str] = field(default_factory=set)  # imported names whose imports must not be rewritten
+    backend_options: frozenset[str] = frozenset()  # see MigratedFile
 
 
 def advice_for_call(name: str) -> str | None:
@@ -256,6 +262,7 @@ def _variables(
     except MixedBackendsError:
         return
     edits.expressions |= elsewhere.found
+    verdicts.backend_options = elsewhere.options
     for node, origin in sources.items():
         if not elsewhere.shows_values:
             verdicts.notes[node] = (

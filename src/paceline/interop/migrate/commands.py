@@ -7,7 +7,7 @@ a command and their position in the line.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paceline.interop.migrate.names import MARK, MigratedFile, MigrationFinding, comment_lines
@@ -105,8 +105,13 @@ _SECRET = (
 _SHARES_A_SECRET = re.compile(r"PACELINE_SECRET|SBATCH|\bsrun\b|SLURM_")
 
 
-def migrate_commands(text: str) -> MigratedFile:
-    """Returns the migrated text of a file that contains commands, and the findings."""
+def migrate_commands(text: str, backend_options: frozenset[str] = frozenset()) -> MigratedFile:
+    """Returns the migrated text of a file that contains commands, and the findings.
+
+    Args:
+        text: The text of the file.
+        backend_options: The options of the program's scripts that supply the name of a backend.
+    """
     places: list[MigrationFinding] = []
     comments: dict[int, str] = {}  # the reasons to write in comments, by line number in the original text (from 1)
     edits: list[tuple[int, int, str]] = []
@@ -127,7 +132,19 @@ def migrate_commands(text: str) -> MigratedFile:
                 line = _line_of(text, match.start())
                 places.append(MigrationFinding(line, what, reason))
                 comments[line] = reason
+    for match in _backends_in(text, backend_options):
+        if _is_command(text, match.start()):
+            edits.append((match.start("name"), match.end("name"), "paceline"))
+            places.append(MigrationFinding(_line_of(text, match.start("name")), match["option"]))
     return MigratedFile(_edited(text, edits, comments), tuple(sorted(places, key=lambda place: place.line)))
+
+
+def _backends_in(text: str, options: frozenset[str]) -> Iterator[re.Match[str]]:
+    """Yields the places where one of the options has the value gloo: in a command, or in a list in JSON or YAML."""
+    if options:
+        names = "|".join(re.escape(option) for option in sorted(options))
+        between = r"""(?:[ \t]*=[ \t]*|[ \t]+(?:\\\n[ \t]*)?|["']?[ \t]*,?\s*(?:-[ \t]+)?)["']?"""
+        yield from re.finditer(rf"""(?<![\w-])(?P<option>{names}){between}\b(?P<name>gloo)(?![\w:.,/-]*\w)""", text)
 
 
 def _is_command(text: str, at: int) -> bool:

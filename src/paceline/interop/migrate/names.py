@@ -227,6 +227,7 @@ class MigratedFile:
 
     text: str
     places: tuple[MigrationFinding, ...] = ()
+    backend_options: frozenset[str] = frozenset()  # command-line options that supply the name of a backend
 
 
 def comment_lines(reason: str, indent: int = 0) -> list[str]:

@@ -82,17 +82,17 @@ def migrate(paths: Sequence[Path], way: MigrationMode | None = None) -> Migrated
         del worth[path]
     choice = ModeChoice(way) if way is not None else _choice(readings, group_users, worth)
     program = MigratedProgram(choice, unread=unread)
-    for path, text in texts.items():
-        if path in readings:
-            from paceline.interop.migrate.python_files import migrate_python
+    migrated: dict[Path, MigratedFile] = {}
+    for path in readings:
+        from paceline.interop.migrate.python_files import migrate_python
 
-            migrated = migrate_python(readings[path], program.choice.way)
-        elif path.suffix != ".py":
-            migrated = migrate_commands(text)
-        else:
-            continue
-        if migrated.places:
-            program.files.append(ProgramFile(path, text, migrated))
+        migrated[path] = migrate_python(readings[path], program.choice.way)
+    options = frozenset[str]().union(*(file.backend_options for file in migrated.values()))
+    for path, text in texts.items():
+        if path.suffix != ".py":
+            migrated[path] = migrate_commands(text, options)
+        if path in migrated and migrated[path].places:
+            program.files.append(ProgramFile(path, text, migrated[path]))
     return program
 
 

@@ -173,7 +173,8 @@ def migrate_python(reading: PythonSource, way: MigrationMode) -> MigratedFile:
     for line, module in reading.stars:
         if is_migrated(module):
             places.append(_star(reading, line, module, table, edits))
-    return MigratedFile(edits.applied(), tuple(sorted(places, key=lambda place: place.line)))
+    in_order = tuple(sorted(places, key=lambda place: place.line))
+    return MigratedFile(edits.applied(), in_order, verdicts.backend_options)
 
 
 class _NameTable:
