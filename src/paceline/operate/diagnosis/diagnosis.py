@@ -399,6 +399,7 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
         if found.is_fault and _makes_other_calls(snapshot, by_rank[number], wait):
             doing = f"{found.doing} and is making other calls, most recently {by_rank[number].latest_call}"
             found = AbsenceReason(Cause.BUSY, doing, is_fault=False)
+            by_rank[number] = replace(by_rank[number], since_s=None)  # the time since its latest call says nothing
         start = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; "
         others = [rank for rank in wait.absent if rank != number]
         too = f"; {named(others, snapshot.word)} {verb(len(others), 'have')} not reached it either" if others else ""

@@ -161,7 +161,7 @@ class ProcessSample:
     switches: int  # number of times that the main thread has gone to sleep
     is_frozen: bool
     reads_stdin: bool = False
-    runnable: frozenset[int] = frozenset()  # those of the process and its descendants whose main threads can run
+    runnable: frozenset[int] = frozenset()  # the descendants whose main threads run or wait for a core
 
 
 def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
@@ -174,7 +174,7 @@ def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
     descendants, runnable = _descendants(root, pid), set()
     for member in [pid, *descendants]:
         own = _stat(root, member)
-        if own[:1] == ["R"]:
+        if member != pid and own[:1] == ["R"]:
             runnable.add(member)
         cpu_ticks += sum(map(int, own[11:15])) if own else 0
         file_bytes += _file_bytes(root, member)
@@ -224,8 +224,8 @@ def _waited_ns(first: ProcessSample, last: ProcessSample) -> int:
     """Returns the time during which computing threads were runnable but had no core.
 
     Threads that only poll occasionally are excluded, because they also wait for a core on a busy machine. The kernel
-    adds a wait to a thread's time only when the wait ends. A thread that has not run at all is therefore recognized by
-    its state.
+    adds a wait to a thread's time only when the wait ends. A child that gets hardly any time on a core, such as a
+    compiler on a busy machine, is therefore recognized by its state.
     """
     elapsed_ns = int((last.at_s - first.at_s) * 1e9)
     waited_ns = 0
@@ -233,7 +233,7 @@ def _waited_ns(first: ProcessSample, last: ProcessSample) -> int:
         before_ran_ns, before_ready_ns = first.threads.get(thread, (0, 0))
         if ran_ns - before_ran_ns >= _LEAST_CORES * elapsed_ns:
             waited_ns += ready_ns - before_ready_ns
-        elif thread in first.runnable & last.runnable and ran_ns == before_ran_ns:
+        elif thread in first.runnable & last.runnable:
             waited_ns += elapsed_ns
     return waited_ns
 

@@ -268,12 +268,13 @@ def test_only_threads_that_compute_are_said_to_wait_for_a_core():
     assert computes.waited_share == pytest.approx(0.9) and computes.is_busy
 
 
-def test_a_process_that_gets_no_core_waits_for_one():
-    first, last = (replace(_sample(at_s, {1: (7, 0), 2: (9, 0)}), runnable=frozenset({2})) for at_s in (0.0, 1.0))
+def test_a_child_that_gets_hardly_any_core_waits_for_one():
+    first = replace(_sample(0.0, {1: (7, 0), 2: (9, 0)}), runnable=frozenset({2}))
+    last = replace(_sample(1.0, {1: (7, 0), 2: (5_000_000, 0)}), runnable=frozenset({2}))
     starved = worker_process.between(first, last)
     assert starved.waited_share == pytest.approx(1.0) and starved.is_busy
-    polls = worker_process.between(first, replace(last, threads={1: (7, 0), 2: (10, 0)}))
-    assert polls.waited_share == 0.0 and not polls.is_busy
+    sleeps = worker_process.between(first, replace(last, runnable=frozenset()))
+    assert sleeps.waited_share == 0.0 and not sleeps.is_busy
 
 
 @pytest.mark.parametrize(

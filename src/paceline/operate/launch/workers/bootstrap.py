@@ -272,9 +272,12 @@ def _print_uncaught() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.path.insert(0, package)
-        from paceline.operate.launch.failures import print_uncaught
-
-        print_uncaught(kind, error, trace)
+        try:
+            from paceline.operate.launch.failures import print_uncaught
+        except Exception:  # e.g. a file of the script's directory has the name of a module in the standard library
+            sys.__excepthook__(kind, error, trace)
+        else:
+            print_uncaught(kind, error, trace)
 
     sys.excepthook = hook
 
