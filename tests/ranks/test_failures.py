@@ -205,10 +205,16 @@ def test_bad_arguments_are_refused_before_anything_is_sent(ranks):
 def fork_in_between() -> int:
     dist.init_process_group()
     dist.all_reduce(torch.ones(1), async_op=True).wait()
+    rank = dist.get_rank()
     child = os.fork()
-    if child == 0:
-        code = 1 if dist.is_initialized() else 0
-        os._exit(code)
+    if child == 0:  # a DataLoader's worker divides an IterableDataset by rank, as with torch.distributed
+        is_known = dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, 2)
+        try:
+            dist.barrier()
+        except ValueError as error:
+            is_refused = f"this process was forked from rank {rank}, and cannot use the groups" in str(error)
+        dist.destroy_process_group()
+        os._exit(0 if is_known and is_refused and not dist.is_initialized() else 1)
     _, status = os.waitpid(child, 0)
     dist.barrier()
     return os.waitstatus_to_exitcode(status)

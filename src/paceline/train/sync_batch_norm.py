@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from paceline.comm.group.default import default_group, is_initialized
+from paceline.comm.group.default import find_world
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.preconditions import require_module
@@ -146,7 +146,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def _group(self) -> ProcessGroup | None:
         if self.process_group is not None:
             return self.process_group
-        return default_group() if is_initialized() else None
+        world = find_world()
+        return None if world is None else world.group
 
     def _count_batch(self) -> float | torch.Tensor | None:
         """Increments the batch count and returns the batch's weight in the running statistics, if there are any."""

@@ -122,6 +122,7 @@ class OwnWorld(World):
 
 _world: OwnWorld | None = None
 _observed_size: int | None = None
+_inherited: tuple[int, int] | None = None  # the parent's rank and world size, in a process that a rank has forked
 _find_fallback: Callable[[], World | None] | None = None
 
 
@@ -136,8 +137,8 @@ def set_fallback_world(find: Callable[[], World | None]) -> None:
 
 def set_default_world(world: OwnWorld) -> None:
     """Makes the group of `world` the default group."""
-    global _world, _observed_size
-    _world, _observed_size = world, None
+    global _world, _observed_size, _inherited
+    _world, _observed_size, _inherited = world, None, None
 
 
 def become_observer(size: int, why: str) -> None:
@@ -177,6 +178,11 @@ def default_world() -> World:
         ValueError: there is no default group.
     """
     world = find_world()
+    if world is None and _inherited is not None:
+        raise ValueError(
+            f"this process was forked from rank {_inherited[0]}, and cannot use the groups of its parent, except in "
+            "get_rank and get_world_size; make the call in the parent"
+        )
     if world is None:
         raise ValueError(f"the default process group does not exist; call paceline.init_process_group() first{_hint()}")
     return world
@@ -269,8 +275,23 @@ def _wrong_group_text(group: object) -> str:
     )
 
 
+def forget_parent() -> bool:
+    """Forgets the rank that has forked this process; returns False if there is none."""
+    global _inherited
+    had_parent = _inherited_world() is not None
+    _inherited = None
+    return had_parent
+
+
+def _inherited_world() -> tuple[int, int] | None:
+    """Returns the parent's rank and world size if a rank has forked this process, which has no group of its own."""
+    return _inherited if find_world() is None else None
+
+
 def _forget_in_child() -> None:
-    global _world
+    global _world, _inherited
+    if _world is not None:
+        _inherited = _world.group.rank(), _world.group.size()
     _world = None
 
 
@@ -279,8 +300,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_initialized() -> bool:
-    """Returns True if the default process group exists."""
-    return find_world() is not None
+    """Returns True if the default process group exists, also in a process that a rank has forked."""
+    return find_world() is not None or _inherited is not None
 
 
 def is_available() -> bool:
@@ -289,17 +310,27 @@ def is_available() -> bool:
 
 
 def get_rank(group: Group = None) -> int:
-    """Returns this process's rank in `group`, or -1 if it is not a member."""
+    """Returns this process's rank in `group`, or -1 if it is not a member.
+
+    In a process that a rank has forked, such as a worker of a DataLoader, the parent's rank is returned.
+    """
     if group is None and (last := observed_world_size()) is not None:
         return last
+    if group is None and (inherited := _inherited_world()) is not None:
+        return inherited[0]
     resolved = resolve(group)
     return -1 if resolved is None else resolved.rank()
 
 
 def get_world_size(group: Group = None) -> int:
-    """Returns the number of ranks in `group`, or -1 if this process is not a member."""
+    """Returns the number of ranks in `group`, or -1 if this process is not a member.
+
+    In a process that a rank has forked, such as a worker of a DataLoader, the parent's world size is returned.
+    """
     if group is None and (last := observed_world_size()) is not None:
         return last + 1
+    if group is None and (inherited := _inherited_world()) is not None:
+        return inherited[1]
     resolved = resolve(group)
     return -1 if resolved is None else resolved.size()
 

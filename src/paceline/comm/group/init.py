@@ -28,6 +28,7 @@ from paceline.comm.group.default import (
     OwnWorld,
     World,
     default_world,
+    forget_parent,
     leave,
     own_world,
     resolve,
@@ -190,6 +191,8 @@ def destroy_process_group(group: Group = None) -> None:
         ValueError: the default group does not exist.
         TypeError: `group` is not a Paceline group.
     """
+    if group is None and forget_parent():
+        return
     world = default_world()
     ended = resolve(group)
     if ended is None:

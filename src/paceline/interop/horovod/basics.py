@@ -10,7 +10,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.group.default import default_group
+from paceline.comm.group.default import default_group, find_world, get_rank, get_world_size
 from paceline.comm.group.default import is_initialized as group_exists
 from paceline.comm.group.init import destroy_process_group, init_process_group, new_group
 from paceline.comm.group.process_group import ProcessGroup
@@ -36,7 +36,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     """
     if comm is not None:
         raise ValueError("paceline.horovod.init does not support comm; pass process_sets=[ProcessSet(ranks)] instead")
-    if not group_exists():
+    if find_world() is None:
         _join()
     open_global_process_set()
     for process_set in process_sets or ():
@@ -59,7 +59,7 @@ def _join() -> None:
 
 def shutdown() -> None:
     """Leaves the job. Has no effect if `init` has not been called."""
-    if group_exists():
+    if find_world() is not None:
         close_process_sets()
         destroy_process_group()
 
@@ -71,12 +71,12 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Returns this process's rank."""
-    return default_group().rank()
+    return get_rank()
 
 
 def size() -> int:
     """Returns the number of ranks."""
-    return default_group().size()
+    return get_world_size()
 
 
 def local_rank() -> int:
