@@ -50,3 +50,15 @@ def test_the_line_of_an_exit_is_recorded(monkeypatch, tmp_path, code):
         line = error.__traceback__.tb_lineno
     message = "no data" if code == "no data" else ""
     assert failures.read_exit(path) == (f"{Path(__file__).name}:{line}", message)
+
+
+def test_a_traceback_is_printed_if_the_hook_cannot_be_imported(monkeypatch):
+    printed = []
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "__excepthook__", lambda *error: printed.append(error))
+    monkeypatch.setitem(sys.modules, failures.__name__, None)  # as if a user's file hid a module that it imports
+    bootstrap._print_uncaught()
+    error = ValueError("bad")
+    sys.excepthook(ValueError, error, None)
+    assert printed == [(ValueError, error, None)]
