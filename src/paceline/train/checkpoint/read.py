@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from paceline.comm.engine.channel import byte_view
-from paceline.comm.group.buffers import count_writes
+from paceline.comm.group.buffers import count_writes, is_plain
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.manifest import BLOCK_NBYTES
@@ -147,7 +147,7 @@ class LoadPlan:
                 "load it into the same model, or leave it out"
             )
         dtype = type_of(saved.dtype)
-        if target.dtype == dtype and target.is_cpu and target.is_contiguous():
+        if target.dtype == dtype and target.is_cpu and is_plain(target):
             self.items.append(ReadItem(known, region, target.detach().view(-1), by_all))
             return
         read = self.region(known, region, by_all=by_all)

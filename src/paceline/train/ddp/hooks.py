@@ -192,6 +192,8 @@ class PowerSGDState:
         warm_start: whether the power iteration starts from the result of the previous step.
         orthogonalization_epsilon: the number that is added to a column's norm before dividing by it.
         random_seed: the seed for the first iteration, which must be the same on every rank.
+        compression_stats_logging_frequency, batch_tensors_with_same_shape: have no effect; accepted for compatibility
+            with torch.
     """
 
     process_group: ProcessGroup | None = None
@@ -202,6 +204,8 @@ class PowerSGDState:
     warm_start: bool = True
     orthogonalization_epsilon: float = 0
     random_seed: int = 0
+    compression_stats_logging_frequency: int = 10_000
+    batch_tensors_with_same_shape: bool = False
     iter: int = 0
     errors: dict[int, torch.Tensor] = field(default_factory=dict)  # approximation errors, by bucket
     rights: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # the factor Q of each matrix, by bucket

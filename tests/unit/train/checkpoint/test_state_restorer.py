@@ -143,3 +143,14 @@ def test_checkpoints_with_the_names_of_the_compiler_are_loaded(tmp_path, monkeyp
         assert values_of(other) == values_of(saved)
     with pytest.raises(dist.CheckpointError, match="belongs to another model: it lacks"):
         dist.load({"model": torch.compile(nn.Linear(2, 2))}, tmp_path)
+
+
+def test_values_loaded_into_conjugate_and_negative_views_keep_their_signs(tmp_path):
+    dist.save({"complex": torch.tensor([1 + 2j]), "real": torch.ones(2)}, tmp_path, step=1)
+    state = {
+        "complex": torch.zeros(1, dtype=torch.complex64).conj(),
+        "real": torch._neg_view(torch.zeros(2)),
+    }
+    dist.load(state, tmp_path)
+    assert state["complex"].tolist() == [1 + 2j]
+    assert state["real"].tolist() == [1.0, 1.0]
