@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import ipaddress
 import json
+import math
 import os
 import socket
 import struct
@@ -25,6 +26,7 @@ from paceline.comm.schedule.algorithms import ALGORITHMS
 from paceline.comm.schedule.cost_model import CostModel, LinkCost
 from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup, parse_links
 from paceline.comm.security.encryption import Connection
+from paceline.errors import short_repr
 
 IFACE_VARIABLE = "PACELINE_IFACE"
 
@@ -213,30 +215,39 @@ def parse_network(text: str) -> DescribedLinks:
             raise ValueError("its keys must be node, nodes, pairs or groups")
         return DescribedLinks(
             node=_link(data["node"]) if "node" in data else None,
-            nodes={int(host): _link(link) for host, link in data.get("nodes", {}).items()},
+            nodes={_host(host): _link(link) for host, link in data.get("nodes", {}).items()},
             pairs=_pairs(data.get("pairs", {})),
             groups=tuple(
-                UplinkGroup(name, tuple(members), _link(uplink))
+                UplinkGroup(name, tuple(map(_host, members)), _link(uplink))
                 for name, (members, uplink) in data.get("groups", {}).items()
             ),
         )
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _wrong(text, error) from error
 
 
 def _wrong(text: str, error: Exception) -> ValueError:
-    return ValueError(f"{NETWORK_VARIABLE} is {text!r}: {error}; it must be JSON like {_EXAMPLE}")
+    return ValueError(f"{NETWORK_VARIABLE} is {short_repr(text)}: {error}; it must be JSON like {_EXAMPLE}")
 
 
 def _link(text: str) -> NetworkLink:
     return parse_links(f"link={text}")["link"]
 
 
+def _host(number: object) -> int:
+    text = str(number)
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        raise ValueError(f"{short_repr(number)} is not the number of a host")
+    return int(text)
+
+
 def _pairs(described: Mapping[str, str]) -> dict[tuple[int, int], NetworkLink]:
     found = {}
     for name, text in described.items():
-        one, _, other = name.partition("-")
-        found[int(one), int(other)] = found[int(other), int(one)] = _link(text)
+        one, other = map(_host, name.split("-", 1)) if "-" in name else (0, 0)
+        if one == other:
+            raise ValueError(f"{name!r} is not a pair of two hosts, such as 0-1")
+        found[one, other] = found[other, one] = _link(text)
     return found
 
 
@@ -246,6 +257,7 @@ COSTS_VARIABLE = "PACELINE_COSTS"
 STREAMS_VARIABLE = "PACELINE_STREAMS"
 
 _MOST_STREAMS = 64
+_MOST_DIGITS = 9  # of a number in a variable
 
 ALL_TO_ALL_NBYTES = 1 << 20
 """The size in bytes that is assumed for every all_to_all.
@@ -279,10 +291,14 @@ def parse_costs(text: str) -> CostModel:
     """
     try:
         data = json.loads(text)
-        return CostModel(LinkCost(*data["within_host"]), LinkCost(*data["between_hosts"]), float(data["gamma"]))
-    except (ValueError, KeyError, TypeError) as error:
+        links = data["within_host"], data["between_hosts"]
+        numbers = [*links[0], *links[1], data["gamma"]]
+        if not all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers):
+            raise ValueError("a cost is not a number of seconds")
+        return CostModel(LinkCost(*links[0]), LinkCost(*links[1]), float(data["gamma"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(
-            f"{COSTS_VARIABLE} is {text!r}; it must be JSON like "
+            f"{COSTS_VARIABLE} is {short_repr(text)}; it must be JSON like "
             '{"within_host": [2e-6, 1e-10], "between_hosts": [3e-5, 5e-10], "gamma": 1e-10}'
         ) from error
 
@@ -293,6 +309,6 @@ def parse_streams(text: str) -> int:
     Raises:
         ValueError: the text is not a number in the permitted range.
     """
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_STREAMS:
-        raise ValueError(f"{STREAMS_VARIABLE} is {text!r}; it must be a number from 1 to {_MOST_STREAMS}")
+    if not text.isdecimal() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= _MOST_STREAMS:
+        raise ValueError(f"{STREAMS_VARIABLE} is {short_repr(text)}; it must be a number from 1 to {_MOST_STREAMS}")
     return int(text)

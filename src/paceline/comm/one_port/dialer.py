@@ -72,8 +72,8 @@ def chosen_port(environment: Mapping[str, str] = os.environ) -> int | None:
     text = environment.get(PORT_VARIABLE)
     if not text:
         return None
-    if not text.isdecimal() or not 1 <= int(text) <= _LARGEST:
-        raise ValueError(f"{PORT_VARIABLE} is {text!r}; it must be a port from 1 to {_LARGEST}")
+    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(_LARGEST)) or not 1 <= int(text) <= _LARGEST:
+        raise ValueError(f"{PORT_VARIABLE} is {text[:100]!r}; it must be a port from 1 to {_LARGEST}")
     return int(text)
 
 

@@ -17,6 +17,7 @@ as a rack's uplink, is visible only under concurrent traffic.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -229,7 +230,8 @@ def parse_links(text: str) -> dict[str, NetworkLink]:
     for name, values in parts.items():
         if "bytes_per_s" not in values:
             raise ValueError(f"the link {name!r} in {text!r} has no rate: specify one, such as {name}=25gbit,0.05ms")
-        if values["bytes_per_s"] <= 0 or values.get("latency_s", 0.0) < 0 or not 0 <= values.get("loss", 0.0) < 1:
+        is_link = 0 < values["bytes_per_s"] < math.inf and 0 <= values.get("latency_s", 0.0) < math.inf
+        if not is_link or not 0 <= values.get("loss", 0.0) < 1:
             raise ValueError(
                 f"the link {name!r} in {text!r} must have a rate above 0, a latency of at least 0, and a loss from 0% "
                 f"to below 100%, such as {name}=25gbit,0.05ms"

@@ -223,14 +223,22 @@ def job_secret() -> bytes | None:
 
 def _own_secret() -> bytes | None:
     if text := os.environ.get("PACELINE_SECRET"):
-        return _checked(text.encode(), "PACELINE_SECRET")
+        return _checked(text.strip().encode(errors="surrogateescape"), "PACELINE_SECRET")
     if path := os.environ.get("PACELINE_SECRET_FILE"):
         # Kubernetes uses links for secrets, so links are followed, and the target of a link is checked.
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            status = os.fstat(file.fileno())
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise ValueError(
+                f"{path} (PACELINE_SECRET_FILE) cannot be opened ({error.strerror}); it must be a file with the job's "
+                "secret that this user can read"
+            ) from None
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise ValueError(f"{path} (PACELINE_SECRET_FILE) is not a regular file; a secret must be in one")
+        with open(fd, "rb") as file:
             mode = stat.S_IMODE(status.st_mode)
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{path} (PACELINE_SECRET_FILE) is not a regular file; a secret must be in one")
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ValueError(
                     f"{path} (PACELINE_SECRET_FILE) can be read by other users (mode {mode:o}); only its owner may "

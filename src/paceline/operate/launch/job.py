@@ -20,6 +20,8 @@ from paceline.operate.launch.elastic_options import ElasticOptions, elastic_of
 from paceline.operate.launch.option_types import OptionError, Streams, StreamsOfRanks, parse_seconds
 from paceline.operate.launch.workers.cleanup import MARK
 
+_MOST_WORKERS = 1 << 15  # Linux has no more process ids by default
+
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's default
 _TORCHRUNS_PORT = 29500
 _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # as in torchrun
@@ -141,6 +143,8 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         raise OptionError(
             "this process has no usable GPU on this machine; set --nproc-per-node to cpu, auto or a number"
         )
+    if workers > _MOST_WORKERS:
+        raise OptionError(f"--nproc-per-node {workers} is too large: a machine can run at most {_MOST_WORKERS} workers")
     if rendezvous.address is None and options.stdin is not None and options.stdin >= workers:
         raise OptionError(f"--stdin {options.stdin} is too large: the ranks are 0 to {workers - 1}")
     if rendezvous.address is not None and options.port is not None and scheduler is not None and scheduler.slot[1] > 1:
@@ -243,7 +247,10 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
         serves = conf["is_host"].lower() in ("1", "true", "yes", "t", "y")
 
     def time_s(name: str, otherwise: float) -> float:
-        return parse_seconds(conf[name]) if name in conf else otherwise
+        try:
+            return parse_seconds(conf[name]) if name in conf else otherwise
+        except argparse.ArgumentTypeError as error:
+            raise OptionError(f"--rdzv-conf {name}: {error}") from None
 
     return RendezvousOptions(
         min_nodes=least,

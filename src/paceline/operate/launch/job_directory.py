@@ -34,6 +34,7 @@ from paceline.operate.diagnosis.runs import (
     EVENTS_FILE,
     JOB_FILE,
     RECORDING_FILE,
+    RUNS_DIRECTORY_VARIABLE,
     RunStatus,
     list_runs,
     outdated,
@@ -91,8 +92,12 @@ class JobDirectory:
             if self.path is not None:
                 raise
             self.remark = f"`paceline runs` will not list this job: {error}"
-        except OSError:
-            return
+        except OSError as error:
+            if os.environ.get(RUNS_DIRECTORY_VARIABLE):
+                self.remark = (
+                    f"`paceline runs` will not list this job, because the directory in {RUNS_DIRECTORY_VARIABLE} "
+                    f"cannot be used: {error}"
+                )
 
     def note(self, **facts: object) -> None:
         """Adds entries to the job's description."""

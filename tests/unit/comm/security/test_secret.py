@@ -66,6 +66,20 @@ def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         job_secret()
 
 
+@pytest.mark.parametrize("secret", [" " * 40, "  short  ", "\n"])
+def test_spaces_around_a_secret_do_not_count(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    monkeypatch.setenv("PACELINE_SECRET", secret)
+    with pytest.raises(ValueError, match="it needs at least 16"):
+        job_secret()
+
+
+def test_a_secret_file_that_is_no_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for path, said in (("missing", r"cannot be opened \(No such file"), (".", "is not a regular file")):
+        monkeypatch.setenv("PACELINE_SECRET_FILE", str(tmp_path / path))
+        with pytest.raises(ValueError, match=rf"\(PACELINE_SECRET_FILE\) {said}"):
+            job_secret()
+
+
 @pytest.fixture
 def inherited(monkeypatch: pytest.MonkeyPatch) -> Iterator[SecretFile]:
     file = SecretFile.create(b"i" * 32)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from scheduler_environments import OPEN_MPI, SLURM
 
 from paceline.cli.main import parser
 from paceline.operate.launch.job import job_of
+from paceline.operate.launch.option_types import OptionError
 
 
 def job(environment: dict[str, str], *arguments: str):
@@ -31,3 +33,14 @@ def test_flags_have_the_last_word():
 
 def test_in_a_worker_the_scheduler_speaks_of_the_job_around_it():
     assert job({**SLURM, "PACELINE_JOB": "d0e1.1."}).rendezvous.address is None
+
+
+@pytest.mark.parametrize("value", ["x", "-1", "nan", "inf"])
+def test_a_rendezvous_setting_that_is_no_time_is_refused(value):
+    with pytest.raises(OptionError, match=f"--rdzv-conf timeout: '{value}' is not a number of seconds"):
+        job({}, "--nnodes=2", "--node-rank=0", "--master-addr=h0", f"--rdzv-conf=timeout={value}")
+
+
+def test_more_workers_than_processes_are_refused():
+    with pytest.raises(OptionError, match="--nproc-per-node 100000000 is too large"):
+        job({}, "--nproc-per-node=100000000")

@@ -43,6 +43,16 @@ def test_a_job_is_not_recorded_in_a_directory_of_another_user(tmp_path, monkeypa
     )
 
 
+def test_a_chosen_directory_that_cannot_be_made_is_remarked(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PACELINE_RUNS_DIR", str(tmp_path / "file" / "runs"))
+    directory = JobDirectory(JOB)
+    assert directory.path is None and "the directory in PACELINE_RUNS_DIR cannot be used: " in str(directory.remark)
+    monkeypatch.delenv("PACELINE_RUNS_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert JobDirectory(JOB).remark is None
+
+
 def test_no_file_of_a_job_follows_a_link(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("precious")

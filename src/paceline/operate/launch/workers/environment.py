@@ -218,20 +218,32 @@ def _one_of(name: str, *choices: str) -> Callable[[str], None]:
     return check
 
 
+def _failpoints(text: str) -> None:
+    from paceline.train.elastic.failpoints import arm
+
+    arm("", text)
+
+
+def _nodes(text: str) -> None:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= len(text) <= _MOST_DIGITS or int(text) < 1:
+        raise ValueError(f"PACELINE_NODES is {text[:100]!r}; it must be the number of pods")
+
+
 def _any(_: str) -> None:
     pass
 
 
+_MOST_DIGITS = 9
 _CHECKS: Mapping[str, Callable[[str], None]] = {
     "PACELINE_ALGORITHM": _algorithm,
     "PACELINE_CHECKS": _checks,
     "PACELINE_COMPAT": _compat,
     "PACELINE_COSTS": _costs,
-    "PACELINE_FAILPOINTS": _any,
+    "PACELINE_FAILPOINTS": _failpoints,
     "PACELINE_INSECURE": _one_of("PACELINE_INSECURE", "1", "0"),
     "PACELINE_NCCL_SHARED_GPU": _any,
     "PACELINE_NETWORK": _network,
-    "PACELINE_NODES": _any,
+    "PACELINE_NODES": _nodes,
     "PACELINE_PORT": _port,
     "PACELINE_RECORD": _one_of("PACELINE_RECORD", "on", "off"),
     "PACELINE_RUNS_DIR": _any,

@@ -70,6 +70,31 @@ def test_a_wrong_value_ends_the_launcher_in_one_line(monkeypatch, capsys, tmp_pa
     assert line.startswith(f"paceline run: {said}")
 
 
+COSTS = '{"within_host": %s, "between_hosts": [1, 2], "gamma": %s}'
+HOSTILE = {
+    "PACELINE_COSTS": [
+        COSTS % ("[1, 2]", "NaN"), COSTS % ("[-1, 2]", "1"), COSTS % ('["a", "b"]', "1"), COSTS % ('"ab"', "1"),
+        COSTS % ("[true, 1]", "1"), COSTS % ("[1e999, 1]", "1"), COSTS % ("[null, 1]", "1"), "[" * 3000,
+    ],
+    "PACELINE_NETWORK": [
+        '{"nodes": {"-1": "1gbit"}}', '{"nodes": {"%s": "1gbit"}}' % ("9" * 5000), '{"pairs": {"0-0": "1gbit"}}',
+        '{"pairs": {"0": "1gbit"}}', '{"groups": {"r": [["a"], "1gbit"]}}', '{"node": "1e999gbit"}', "[" * 3000,
+    ],
+    "PACELINE_STREAMS": ["0", "-1", "1.5", "9" * 5000],
+    "PACELINE_PORT": ["-1", "\u0663\u0663", "9" * 5000],
+    "PACELINE_NODES": ["0", "-1", "x", "9" * 5000],
+    "PACELINE_FAILPOINTS": ["x", "0:batch.begun@1=x", "0:nowhere@1=kill"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_numbers_out_of_range_are_refused_by_name(monkeypatch, name):
+    for value in HOSTILE[name]:
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=f"^{name} "):
+            check_variables(False)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
