@@ -36,6 +36,7 @@ ADDRESS_FILE = "page.json"
 _SUGGESTED_PORT = 8080  # port on the user's own machine when the page uses a Unix socket
 _STOP_S = 2.0
 _START_S = 20.0
+_MOST_ERRORS = 3
 _LAST_S = 1  # time limit for responses in progress when the page is closed
 
 
@@ -249,22 +250,30 @@ class DashboardServer:
 
 
 class _RequestErrors(logging.Handler):
-    """Reports each exception in a request to the page on one line, unless the request was cancelled."""
+    """Reports exceptions in requests to the page, each on one line, unless the request was cancelled.
+
+    At most `_MOST_ERRORS` exceptions are reported, because strangers could fill the log with malformed requests. The
+    errors of the HTTP library are not reported, because they describe the request.
+    """
 
     def __init__(self, complain: Callable[[str], None]) -> None:
         super().__init__(logging.ERROR)
         self._complain = complain
         self._thread = threading.get_ident()  # this page's thread; all pages share the logger
+        self._left = _MOST_ERRORS
 
     def emit(self, record: logging.LogRecord) -> None:
         """Reports one record."""
         error = record.exc_info[1] if record.exc_info else None
         is_mine = record.thread == self._thread
-        if is_mine and error is not None and not isinstance(error, asyncio.CancelledError):
+        if not is_mine or error is None or isinstance(error, asyncio.CancelledError):
+            return
+        if self._left and not type(error).__module__.startswith("h11."):
+            self._left -= 1
             frame = traceback.extract_tb(error.__traceback__)[-1]
             self._complain(
                 f"the page could not answer a request ({type(error).__name__}: {error}, in {frame.filename}:"
-                f"{frame.lineno}); the job is not affected"
+                f"{frame.lineno}); the job is not affected{'' if self._left else '; further errors are not reported'}"
             )
 
 

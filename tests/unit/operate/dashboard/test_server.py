@@ -251,6 +251,30 @@ def test_a_request_that_fails_is_reported_in_one_line(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_malformed_requests_of_strangers_are_not_reported():
+    with served() as page:
+        for _ in range(3):
+            with page.connect() as connection:
+                connection.sendall(f"GET / HTTP/1.1\r\n{HOST}\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n".encode())
+                while connection.recv(1 << 16):
+                    pass
+        assert page.ask("GET /picture.json", HOST, BEARER)[0] == 200
+    assert page.complaints == []
+
+
+def test_requests_that_fail_do_not_fill_the_log():
+    def fail() -> str:
+        raise RuntimeError("no stacks today")
+
+    page = Page(ListenAddress(), acts=True, actions={"stacks": fail})
+    try:
+        for _ in range(5):
+            page.ask("POST /actions/stacks", HOST, BEARER, "X-Paceline-Action: stacks", "Content-Length: 0")
+    finally:
+        page.serving.close()
+    assert len(page.complaints) == 3 and page.complaints[2].endswith("; further errors are not reported")
+
+
 def test_a_page_that_fails_complains_once_and_is_gone():
     def fail() -> None:
         raise RuntimeError("no such job")
