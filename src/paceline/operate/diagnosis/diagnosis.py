@@ -413,7 +413,7 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
             advice = "check MASTER_ADDR, MASTER_PORT and the network there"
             sentence = f"{start}{own}, but has not connected to the others ({place.line}): {advice}{too}"
         else:
-            sentence = start + absence(snapshot, by_rank[number], doing) + too
+            sentence = start + absence(snapshot, by_rank[number], doing) + _thread_error(by_rank[number]) + too
         if not found.is_fault:
             sentence += ". This is not an error if it evaluates, saves or compiles"
         return Diagnosis(found.cause, (number,), sentence, found.is_fault)
@@ -429,6 +429,11 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
     if wait.is_formation and min(wait.strangers) >= len(snapshot.ranks) == len(wait.waiters):
         sentence += f". Check that world_size is not greater than the number of {snapshot.word}s that were started"
     return Diagnosis(Cause.UNKNOWN, wait.strangers, sentence, is_certain=False)
+
+
+def _thread_error(rank: RankState) -> str:
+    """Describes the exception that ended one of a rank's threads, on which the rank may depend."""
+    return f"; one of its threads has ended with {rank.thread_error}" if rank.thread_error else ""
 
 
 def _makes_other_calls(snapshot: JobSnapshot, rank: RankState, wait: CallWait) -> bool:
@@ -596,6 +601,10 @@ def _idle(snapshot: JobSnapshot) -> Diagnosis | None:
         f"{beginning(snapshot, list(found))}no {snapshot.word} has made a call or worked for "
         f"{lasting(snapshot.now_s - since_s)}: {'; '.join(parts)}"
     )
+    with_errors = [rank for rank in running if rank.thread_error]
+    if with_errors:
+        who = named([rank.rank for rank in with_errors], snapshot.word)
+        sentence += f"; a thread of {who} has ended with {with_errors[0].thread_error}"
     blamed = tuple(still) if len(still) < len(running) else ()
     return Diagnosis(found[still[0]].cause if still else Cause.IDLE, blamed, sentence, is_fault=False)
 

@@ -307,6 +307,7 @@ class RankState:
         links: the rank's traffic to ranks on other hosts.
         phase: the phase that the rank's device is executing, or None.
         store_wait: the store's keys for which the rank is waiting, or None.
+        thread_error: the exception that ended one of the rank's threads, with its line, or "".
     """
 
     rank: int
@@ -323,6 +324,7 @@ class RankState:
     links: tuple[PeerTraffic, ...] = ()
     phase: DevicePhase | None = None
     store_wait: StoreWait | None = None
+    thread_error: str = ""
 
     @property
     def latest_call(self) -> RankCall | None:

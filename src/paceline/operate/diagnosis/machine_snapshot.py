@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
@@ -140,7 +141,15 @@ def worker_state(
     place = worker_process.place_of(frames) or recorded.place
     if worker.ending is not None:
         return replace(recorded, ending=worker.ending, place=None)
-    return replace(recorded, process=process, place=place)
+    return replace(recorded, process=process, place=place, thread_error=_thread_error(worker))
+
+
+def _thread_error(worker: WatchedWorker) -> str:
+    """Returns the exception that ended one of a worker's threads, or ""."""
+    with contextlib.suppress(OSError):
+        if worker.thread_error_file:
+            return Path(worker.thread_error_file).read_text(errors="replace")
+    return ""
 
 
 def _recorded(worker: WatchedWorker, most_calls: int = MOST_CALLS) -> RankState:

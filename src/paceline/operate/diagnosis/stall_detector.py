@@ -51,6 +51,8 @@ class WatchedWorker:
         recording: a descriptor for the memory of the worker's recording, or None.
         ending: the worker's exit status, or None if the worker is running or was terminated by the launcher.
         is_running: whether the worker is still running.
+        thread_error_file: a file with the exception that ended one of the worker's threads, if there was one; "" if
+            such exceptions are not recorded.
     """
 
     number: int
@@ -58,6 +60,7 @@ class WatchedWorker:
     recording: int | None
     ending: RankExitStatus | None = None
     is_running: bool = True
+    thread_error_file: str = ""
 
 
 @dataclass(frozen=True)

@@ -427,6 +427,14 @@ def read_exit(path: str) -> tuple[str, str]:
         return "", ""
 
 
+def write_thread_error(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Saves the first exception that ended a thread, and its line, in a file next to the error file `path`."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    exception, line = _summarized(in_one_line(Record(0.0, kind.__name__, text))), _last_user_line(text)
+    with contextlib.suppress(OSError), open(f"{path}.thread", "x", errors="backslashreplace") as file:
+        file.write(f"{exception} ({line})" if line else exception)
+
+
 def has_begun_exit(path: str) -> bool:
     """Returns True if the interpreter had begun to shut down in the worker whose error file is `path`."""
     return os.path.exists(f"{path}.at-exit")

@@ -178,6 +178,7 @@ class WorkerGroupLauncher(Launcher):
                 recording=self._generation.recordings.get(worker.rank),
                 ending=ending(worker),
                 is_running=worker.exit_code is None,
+                thread_error_file=f"{worker.error_file}.thread",
             )
             for worker in self._generation.workers
         ]

@@ -277,6 +277,14 @@ def test_ranks_that_neither_call_nor_work_are_described():
     assert "rank 0 is in queue.get (train.py:6); rank 1 is stopped by a signal" in differs.sentence
 
 
+def test_threads_on_which_idle_ranks_depend_are_described():
+    at = StackLocation("queue.get", "train.py:6")
+    seen = _between_calls(one=RankState(0, place=at, process=IDLE), two=RankState(1, place=at, process=IDLE))
+    ranks = tuple(replace(rank, thread_error="OSError: no file (train.py:3)") for rank in seen.ranks)
+    verdict = diagnose(replace(seen, ranks=ranks))
+    assert verdict.sentence.endswith("; a thread of ranks 0, 1 has ended with OSError: no file (train.py:3)")
+
+
 def test_ranks_of_which_one_works_are_left_in_peace():
     at, works = StackLocation("evaluate", "train.py:6"), ProcessActivity(ProcessState.RUNS, cores=1.0)
     seen = _between_calls(one=RankState(0, place=at, process=IDLE), two=RankState(1, place=at, process=works))

@@ -381,3 +381,12 @@ def test_a_rank_that_makes_other_calls_is_not_accused():
     assert "it is at train.py:15 and is making other calls, most recently all_reduce(float32, 4096) call 40" in (
         verdict.sentence
     )
+
+
+def test_an_exception_that_ended_a_thread_is_told():
+    like = RankState(2, place=StackLocation("queue.get", "train.py:19"), process=IDLE)
+    seen = play(_loops(3), stopped=(2, 4), like=like)
+    waits = replace(seen.ranks[2], thread_error="OSError: truncated file (train.py:15)")
+    verdict = _verdict(replace(seen, ranks=(*seen.ranks[:2], waits)))
+    assert (verdict.cause, verdict.blamed) == (Cause.USER_CODE, (2,))
+    assert verdict.sentence.endswith("; one of its threads has ended with OSError: truncated file (train.py:15)")

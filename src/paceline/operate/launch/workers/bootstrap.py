@@ -22,6 +22,7 @@ _OWN_NAMES = (
     "_package",
     "_prepare_stdin",
     "_print_uncaught",
+    "_record_thread_errors",
     "_record_exit",
     "_run_script",
     "_ExceptionRecorder",
@@ -47,6 +48,7 @@ def run(arguments: list[str]) -> None:
     uncaught = _ExceptionRecorder(error_file)
     _print_uncaught()
     _record_exit(error_file)
+    _record_thread_errors(error_file)
     import faulthandler
 
     _prepare_stdin()
@@ -280,6 +282,30 @@ def _print_uncaught() -> None:
             print_uncaught(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _record_thread_errors(path: str) -> None:
+    """Records the first exception that ends a thread, because the main thread may wait for the thread's results."""
+    import threading
+
+    package, worker, print_error = _package(), os.getpid(), threading.excepthook
+
+    def hook(error: threading.ExceptHookArgs) -> None:
+        import sys  # see `_ExceptionRecorder.record`
+        from os import getpid
+
+        print_error(error)
+        if error.exc_type is SystemExit or error.exc_value is None or getpid() != worker:
+            return
+        sys.path.insert(0, package)
+        try:
+            from paceline.operate.launch.failures import write_thread_error
+
+            write_thread_error(path, error.exc_type, error.exc_value, error.exc_traceback)
+        except Exception:  # the exception has been printed in any case
+            pass
+
+    threading.excepthook = hook
 
 
 def _package() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,21 @@ def test_a_traceback_is_printed_if_the_hook_cannot_be_imported(monkeypatch):
     error = ValueError("bad")
     sys.excepthook(ValueError, error, None)
     assert printed == [(ValueError, error, None)]
+
+
+def test_an_exception_that_ends_a_thread_is_recorded(monkeypatch, tmp_path):
+    printed = []
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    bootstrap._record_thread_errors(str(tmp_path / "error"))
+
+    def fail():
+        raise ValueError("bad image")
+
+    for _ in range(2):  # only the first exception is kept
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+    line = fail.__code__.co_firstlineno + 1
+    recorded = (tmp_path / "error.thread").read_text()
+    assert (recorded, len(printed)) == (f"ValueError: bad image ({Path(__file__).name}:{line})", 2)
