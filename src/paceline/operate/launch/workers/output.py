@@ -26,7 +26,8 @@ from paceline.operate.launch.option_types import Streams, streams_of
 from paceline.operate.launch.workers.terminal import Rows, Screen
 
 _COLORS = (36, 33, 35, 32, 34, 31)
-_LONGEST_LINE = 1 << 16
+_LONGEST_LINE = 1 << 22  # longer lines are divided, which limits the memory for output without newlines
+_LONGEST_DRAWN_LINE = 1 << 16  # the same for lines with control characters, each of which copies the line
 _PATIENCE_S = 0.2
 _LINES_IN_VIEW = 40  # approximate height of a terminal
 _LINES_COMPARED = 6
@@ -82,13 +83,15 @@ class LinePrefixer:
 
     def feed(self, data: bytes) -> None:
         """Accepts output, which may be split at any byte."""
+        longest = _LONGEST_LINE if self._rows.only_grows_by(data) else _LONGEST_DRAWN_LINE
+        lines = self._too_long(longest)
         self._rows.feed(data)
-        lines = self._rows.final()
-        if len(self._rows.open_text) > _LONGEST_LINE:
-            lines += self._rows.end()
-        self._pass_on(lines)
+        self._pass_on([*lines, *self._rows.final(), *self._too_long(longest)])
         if self._updates_s is not None:
             self._update(self._updates_s)
+
+    def _too_long(self, longest: int) -> list[bytes]:
+        return self._rows.end() if len(self._rows.open_text) > longest else []
 
     def _update(self, every_s: float) -> None:
         if not self._rows.is_redrawn:

@@ -76,7 +76,7 @@ class Rows:
         part = _PART_OF_TOKEN.search(data)
         self._rest = data[part.start() :] if part else b""
         data = data[: part.start()] if part else data
-        if not self._prefix and self._is_plain() and not _CONTROL.search(data):
+        if self.only_grows_by(data):
             return self._feed_plain(data)
         shown = []
         for match in _TOKEN.finditer(data):
@@ -93,6 +93,10 @@ class Rows:
                 self._write(token)
             shown.append(token)
         return b"".join(shown)
+
+    def only_grows_by(self, data: bytes) -> bool:
+        """Returns True if `data` is plain text that follows the open row, which takes little time for any length."""
+        return not self._prefix and self._is_plain() and not _CONTROL.search(data)
 
     def final(self) -> list[bytes]:
         """Removes final rows; returns those whose text has not been returned before."""

@@ -20,6 +20,19 @@ def test_lines_come_out_whole_however_they_are_cut():
     assert joined == b"".join(b"[rank 1] " + x + b"\n" for x in (b"one", b"two", b"three", b"\xff", b"tail"))
 
 
+def test_a_long_line_stays_whole():
+    line = b"0123456789" * 100_000
+    pieces = [line[at : at + 4096] for at in range(0, len(line), 4096)]
+    assert lines_of(b"before\n", *pieces, b"\nafter\n") == [b"before", line, b"after"]
+
+
+def test_output_without_newlines_is_divided():
+    plain = b"x" * 65536
+    assert max(len(line) for line in lines_of(*[plain] * 70)) == 65 * len(plain)
+    drawn = b"\x1b[1m\x1b[0m" * 8192
+    assert max(len(line) for line in lines_of(*[plain] * 3, *[drawn] * 3)) == 3 * len(plain)
+
+
 def test_prefixes_are_colored_only_for_a_terminal():
     assert prefix_of(3, False) == b"[rank 3] "
     assert prefix_of(3, True).startswith(b"\x1b[")
