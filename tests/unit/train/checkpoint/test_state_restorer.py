@@ -145,7 +145,7 @@ def test_checkpoints_with_the_names_of_the_compiler_are_loaded(tmp_path, monkeyp
         dist.load({"model": torch.compile(nn.Linear(2, 2))}, tmp_path)
 
 
-def test_values_loaded_into_conjugate_and_negative_views_keep_their_signs(tmp_path):
+def test_conjugate_and_negative_views_keep_the_signs_of_values(tmp_path):
     dist.save({"complex": torch.tensor([1 + 2j]), "real": torch.ones(2)}, tmp_path, step=1)
     state = {
         "complex": torch.zeros(1, dtype=torch.complex64).conj(),

@@ -9,6 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from paceline.parallel.hooks import PowerSGDState
 
 
-def test_the_state_of_power_sgd_takes_torchs_arguments_in_the_same_order():
+def test_the_state_of_power_sgd_takes_the_arguments_of_torch():
     ours, torchs = (list(inspect.signature(kind).parameters) for kind in (PowerSGDState, powerSGD_hook.PowerSGDState))
     assert ours[: len(torchs)] == torchs
