@@ -199,6 +199,12 @@ def _kind(options: argparse.Namespace) -> CommandKind:
         if not any((path / name).is_file() for name in ("__main__.py", "__main__.pyc")):
             raise OptionError(f"{options.script} is a directory without __main__.py; pass the path of a script")
     elif kind is CommandKind.SCRIPT and not path.is_file():
+        if options.script == "-" or path.is_fifo() or path.is_char_device():
+            what = "is stdin" if options.script == "-" else "is not a regular file"
+            raise OptionError(
+                f"{options.script} {what}, from which only one worker could read the script; write the script to a "
+                "file and pass its path"
+            )
         what = "is not a file" if path.exists() else "does not exist"
         raise OptionError(f"{options.script} {what}; pass the path of a script, or -m and the name of a module")
     return kind

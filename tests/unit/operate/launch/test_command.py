@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from paceline.cli.main import main, parser
@@ -24,3 +26,10 @@ def test_a_number_of_workers_that_is_none_is_refused(number, capsys):
 def test_a_script_that_is_not_there_is_named(capsys):
     assert main(["run", "nowhere.py"]) == 2
     assert "nowhere.py does not exist; pass the path of a script" in capsys.readouterr().err
+
+
+def test_a_script_that_one_worker_would_read_is_refused(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for script, what in (("-", "- is stdin"), (str(tmp_path / "pipe"), "pipe is not a regular file")):
+        assert main(["run", script]) == 2
+        assert f"{what}, from which only one worker could read the script" in capsys.readouterr().err
