@@ -180,10 +180,14 @@ def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> Trac
 
     Args:
         module: the module. Tensors that are listed in an attribute set by the class or by `ignore_tensors` are ignored.
-        also_ignored: the names of further tensors to ignore.
+            As in torch, a parameter that several layers share is ignored only if all of its names are listed.
+        also_ignored: the names of further tensors to ignore; one name of a shared parameter suffices.
     """
-    ignored = frozenset(getattr(module, _IGNORED, ())) | frozenset(also_ignored)
+    listed, also_listed = frozenset(getattr(module, _IGNORED, ())), frozenset(also_ignored)
     all_params = list(module.named_parameters(remove_duplicate=False))
+    kept = {id(param) for name, param in all_params if name not in listed}
+    kept -= {id(param) for name, param in all_params if name in also_listed}
+    ignored = (listed - {name for name, param in all_params if id(param) in kept}) | also_listed
     all_buffers = list(module.named_buffers(remove_duplicate=False))
     left_out = {id(tensor) for name, tensor in (*all_params, *all_buffers) if name in ignored}
     params = {name: param for name, param in module.named_parameters() if id(param) not in left_out}
@@ -201,12 +205,18 @@ def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> Trac
 def ignore_tensors(module: nn.Module, names: Iterable[str]) -> None:
     """Excludes the named parameters and buffers of `module` from the tensors that wrappers copy and average.
 
+    The names may include those of parameters and buffers that are None.
+
     Raises:
         ValueError: the module has no parameter or buffer with one of these names.
     """
     names = list(names)
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    known = {
+        f"{prefix}.{key}" if prefix else key
+        for prefix, layer in module.named_modules(remove_duplicate=False)
+        for table in (layer._parameters, layer._buffers)
+        for key, _ in table.items()  # in a scripted module, the tables are not dicts but have `items`
+    }
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(

@@ -65,15 +65,15 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
 
 
 def choose_bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
-    """Returns the maximum bucket sizes in bytes, for `make_buckets`.
+    """Returns the maximum bucket sizes in bytes, for `make_buckets`; with 0, each gradient has its own bucket.
 
     Raises:
-        ValueError: a size is not positive.
+        ValueError: a size is negative or NaN.
     """
     for name, caps in (("bucket_cap_mb", [bucket_cap_mb]), ("bucket_cap_mb_list", bucket_cap_mb_list or [])):
         for cap in caps:
-            if cap is not None and not cap > 0:
-                raise ValueError(f"{name} is {cap}; it must be positive")
+            if cap is not None and not cap >= 0:
+                raise ValueError(f"{name} is {cap}; it must be positive, or 0 for a bucket for each gradient")
     if bucket_cap_mb_list:
         return tuple(int(cap * MIB) for cap in bucket_cap_mb_list)
     return caps_of(int((DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB))

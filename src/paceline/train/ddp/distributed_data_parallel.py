@@ -108,7 +108,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         init_sync: whether wrapping compares the models across ranks and copies rank 0's model to all ranks. If False,
             the models must already be equal.
         process_group: the process group of the ranks; if None, the default group.
-        bucket_cap_mb: the maximum size of a gradient bucket in MiB; if None, 25.
+        bucket_cap_mb: the maximum size of a gradient bucket in MiB; if None, 25. With 0, each gradient has a bucket.
         find_unused_parameters: whether a backward pass may leave some parameters without a gradient. A gradient that no
             rank has computed stays None. If only other ranks have computed a gradient, this rank contributes zeros.
             Reduction starts when backward ends.

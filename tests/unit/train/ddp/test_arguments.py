@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from paceline.train.ddp.arguments import choose_bucket_caps, choose_buffer_sync, require_whole_pairs
+from paceline.train.ddp.bucket_assignment import make_buckets
 
 MIB = 1 << 20
 
@@ -31,8 +34,10 @@ def test_an_argument_that_has_no_effect_is_reported():
 def test_bucket_caps_are_given_in_mebibytes():
     assert choose_bucket_caps(25, [0.5, 2]) == (MIB // 2, 2 * MIB)
     assert max(choose_bucket_caps(25, None)) == 25 * MIB
-    with pytest.raises(ValueError, match="bucket_cap_mb is 0; it must be positive"):
-        choose_bucket_caps(0, None)
+    buckets = make_buckets([4, 4], ["float32"] * 2, choose_bucket_caps(0, None))
+    assert [bucket.params for bucket in buckets] == [(1,), (0,)]
+    with pytest.raises(ValueError, match="bucket_cap_mb is nan; it must be positive, or 0"):
+        choose_bucket_caps(math.nan, None)
     with pytest.raises(ValueError, match="bucket_cap_mb_list is -1"):
         choose_bucket_caps(None, [1, -1])
 
