@@ -143,6 +143,15 @@ def arguments_that_do_not_fit() -> None:
         dist.broadcast_object_list([1], device=torch.device("cuda"))
 
 
+def different_destinations() -> None:
+    rank = dist.get_rank()
+    seen = (
+        rf"gather_object: the destination is rank {rank} here; it must be the same on all ranks\. .*splits do not match"
+    )
+    with pytest.raises(dist.CollectiveMismatchError, match=seen):
+        dist.gather_object(1, [None, None], dst=rank)
+
+
 def lists_of_different_lengths() -> None:
     rank = dist.get_rank()
     with pytest.raises(dist.CollectiveMismatchError, match="object_list has .* entries here.*2 elements.*4 elements"):
@@ -159,6 +168,7 @@ REFUSED = OneWorld(
     an_object_that_cannot_be_sent,
     a_pickle_that_nobody_asked_for,
     arguments_that_do_not_fit,
+    different_destinations,
     lists_of_different_lengths,
     exchange_ranks,
 )

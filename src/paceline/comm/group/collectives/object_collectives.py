@@ -102,7 +102,12 @@ def gather_object(
     outgoing = OutgoingObjects(chosen, call, [obj], "obj", allow_pickle)
     incoming = _announce_to_all(chosen, call, outgoing, timeout)  # if one rank cannot send, all ranks must raise
     received = incoming if is_root else []
-    _gather(chosen, outgoing.heads, [sender.head_buffers() for sender in received], root, timeout)
+    try:
+        _gather(chosen, outgoing.heads, [sender.head_buffers() for sender in received], root, timeout)
+    except CollectiveMismatchError as error:
+        raise CollectiveMismatchError(
+            f"{call}: the destination is rank {chosen.ranks[root]} here; it must be the same on all ranks. {error}"
+        ) from None
     _gather(chosen, outgoing.buffers[0], [sender.data_buffers() for sender in received], root, timeout)
     if object_gather_list is not None:
         object_gather_list[:] = [sender.objects(allow_pickle)[0] for sender in incoming]
