@@ -96,7 +96,9 @@ def user_file_name(file: str) -> str | None:
     """
     torch = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "")
     is_torchs = bool(torch) and file.startswith(torch + os.sep)
-    return os.path.basename(file) if is_user_file(file) and not is_torchs else None
+    if is_torchs or not is_user_file(file):
+        return None
+    return os.path.basename(file).encode("utf-8", "backslashreplace").decode()  # the core stores names as UTF-8
 
 
 class _Base(RuntimeError):

@@ -37,3 +37,7 @@ def test_all_of_paceline_counts_as_installed():
 )
 def test_only_the_users_files_have_names(file, name):
     assert errors.user_file_name(file) == name
+
+
+def test_a_file_name_that_is_not_utf8_is_escaped():
+    assert errors.user_file_name("/home/a\udcff/train\udce9.py") == "train\\udce9.py"

@@ -7,6 +7,7 @@ when they run, because the imports in this module delay the start of every job.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -514,9 +515,19 @@ def _run_printing(command: Callable[[argparse.Namespace], int], options: argpars
     except BrokenPipeError:
         if not _is_without_reader(sys.stdout.fileno()):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
+        _discard_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        print(f"paceline {options.command}: the output cannot be written: {error.strerror}", file=sys.stderr)
+        _discard_output()
+        return 1
     return code
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
 
 
 def _is_without_reader(descriptor: int) -> bool:

@@ -100,6 +100,15 @@ def test_another_broken_pipe_is_an_error(capfd, monkeypatch):
         main(["runs"])
 
 
+def test_output_to_a_full_disk_is_reported_in_one_line(tmp_path):
+    with open("/dev/full", "wb") as full:
+        code = [sys.executable, "-m", "paceline", "checkpoint", "inspect", str(tmp_path)]
+        (tmp_path / ".writing-step").mkdir()
+        ended = subprocess.run(code, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr == "paceline checkpoint: the output cannot be written: No space left on device\n"
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -26,7 +26,7 @@ from paceline.comm.security.own_files import SharedFileError, open_own
 from paceline.comm.store.store import DEFAULT_TIMEOUT, Store, StoreAnswer, StoreOp, StoreStatus
 from paceline.durations import Timeout
 from paceline.errors import StoreError
-from paceline.linux import F_OFD_SETLK, F_OFD_SETLKW
+from paceline.linux import F_OFD_SETLK, F_OFD_SETLKW, is_out_of_descriptors
 
 _OPERATION, _MEMBERS, _TESTATORS = 1 << 60, (1 << 60) + 1, 1 << 61  # offsets of the bytes to lock, beyond any data
 _MAGIC = b"paceln/f"  # the beginning of the log
@@ -81,6 +81,13 @@ class FileStore(Store):
                 self._fd = open_own(self.path)
             except SharedFileError as error:
                 raise StoreError(f"{self}: {error}") from None
+            except OSError as error:
+                if is_out_of_descriptors(error):
+                    raise
+                raise StoreError(
+                    f"{self}: process {os.getpid()} cannot open the file ({error.strerror}); choose a file in a "
+                    "directory that this user can write to"
+                ) from None
             with self._locked():
                 if os.fstat(self._fd).st_nlink == 0:  # the file was removed after it was opened: open a new one
                     self.close()

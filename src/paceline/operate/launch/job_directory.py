@@ -93,7 +93,7 @@ class JobDirectory:
                 raise
             self.remark = f"`paceline runs` will not list this job: {error}"
         except OSError as error:
-            if os.environ.get(RUNS_DIRECTORY_VARIABLE):
+            if job.output.log_dir is None and os.environ.get(RUNS_DIRECTORY_VARIABLE):
                 self.remark = (
                     f"`paceline runs` will not list this job, because the directory in {RUNS_DIRECTORY_VARIABLE} "
                     f"cannot be used: {error}"

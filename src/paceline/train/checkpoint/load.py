@@ -100,7 +100,7 @@ def load(
         if spread is None:
             raise CheckpointError(f"{root.storage.describe()} has no checkpoint on the disks of these ranks")
         return load_spread(state, root, spread, channel, strict=strict).step
-    where = result_of_first(lambda: _found(path).encode(), channel).decode()
+    where = os.fsdecode(result_of_first(lambda: os.fsencode(_found(path)), channel))
     if where.startswith(_FOREIGN):
         foreign = open_foreign(where[len(_FOREIGN) :])
         assert foreign is not None
@@ -214,7 +214,7 @@ def _newest_undamaged(root: Root, channel: CollectiveChannel, damaged: dict[str,
     def choose() -> bytes:
         for entry in root.listing():
             if entry.name not in damaged and entry.fault is None:
-                return entry.name.encode()
+                return os.fsencode(entry.name)
             damaged.setdefault(entry.name, entry.fault or "")
         if not damaged:
             return b""
@@ -223,7 +223,7 @@ def _newest_undamaged(root: Root, channel: CollectiveChannel, damaged: dict[str,
             f"{root.storage.describe()} contains no complete checkpoint: {faults}. Remove its contents to start over"
         )
 
-    return result_of_first(choose, channel).decode() or None
+    return os.fsdecode(result_of_first(choose, channel)) or None
 
 
 def newest_sequence(root: Root, disks: Disks | None, channel: CollectiveChannel) -> int:

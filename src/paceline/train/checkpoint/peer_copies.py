@@ -16,6 +16,7 @@ from functools import partial
 import msgspec
 
 from paceline.comm.engine.formation import host_id
+from paceline.comm.security.untrusted_peers import encodable
 from paceline.errors import CheckpointDamagedError, CheckpointError, PacelineError
 from paceline.train.checkpoint.captured_state import TrainingState
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
@@ -72,7 +73,7 @@ class PeerCopies:
     """
 
     def __init__(self, path: str, count: int) -> None:
-        self._path, self._count = path, count
+        self._path, self._count = encodable(path), count
         self._own = os.environ.get(VARIABLE, "")  # the address of this host's cache, or "" without a launcher
         self._location: CacheLocation | None = None
         self._whole: tuple[int, str] | None = None  # sequence and token of the newest checkpoint in all caches

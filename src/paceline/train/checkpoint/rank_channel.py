@@ -144,8 +144,10 @@ def fault_of(answer: bytes) -> str | None:
 
 def _prefixed(me: str, text: str) -> bytes:
     if text.startswith(_THIS_PROCESS):
-        return (me + text[len(_THIS_PROCESS) :]).encode()
-    return (text if me == _THIS_PROCESS or text.startswith("rank ") else f"{me}: {text}").encode()
+        text = me + text[len(_THIS_PROCESS) :]
+    elif me != _THIS_PROCESS and not text.startswith("rank "):
+        text = f"{me}: {text}"
+    return text.encode(errors="backslashreplace")  # a path may have bytes that are not UTF-8
 
 
 def results_of_all(work: Callable[[], bytes], channel: CollectiveChannel) -> list[bytes]:

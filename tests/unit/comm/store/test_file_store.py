@@ -91,3 +91,10 @@ def test_a_closed_file_says_so(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(StoreError, match="was closed"):
         store.num_keys()
+
+
+def test_a_path_that_is_no_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        StoreError, match=rf"FileStore\('{tmp_path}'\): process \d+ cannot open the file \(Is a directory\)"
+    ):
+        FileStore(tmp_path, 1)

@@ -6,11 +6,12 @@ import json
 import os
 import socket
 import stat
+from dataclasses import replace
 
 import pytest
 
 from paceline.operate.dashboard.server import write_address
-from paceline.operate.launch.job import Command, Job
+from paceline.operate.launch.job import Command, Job, OutputOptions
 from paceline.operate.launch.job_directory import Events, JobDirectory, without_secrets
 from paceline.operate.launch.workers.output import Console, LogFile
 
@@ -48,6 +49,8 @@ def test_a_chosen_directory_that_cannot_be_made_is_remarked(tmp_path, monkeypatc
     monkeypatch.setenv("PACELINE_RUNS_DIR", str(tmp_path / "file" / "runs"))
     directory = JobDirectory(JOB)
     assert directory.path is None and "the directory in PACELINE_RUNS_DIR cannot be used: " in str(directory.remark)
+    output = OutputOptions(log_dir=str(tmp_path / "file" / "logs"))
+    assert JobDirectory(replace(JOB, output=output)).remark is None  # the output names the directory in its own error
     monkeypatch.delenv("PACELINE_RUNS_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert JobDirectory(JOB).remark is None

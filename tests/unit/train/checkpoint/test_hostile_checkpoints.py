@@ -561,3 +561,18 @@ def test_directories_of_dcp_consist_of_regular_files(tmp_path: Path, file: str, 
         found = open_foreign(tmp_path / "dcp")
         assert found is not None
         state_of(found)
+
+
+def test_a_path_that_is_not_utf8_is_saved_and_loaded(tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    dist.save(state(), path, step=1)
+    into = state(2)
+    assert dist.load(into, path) == 1
+    assert plain(into) == plain(state())
+    torch.save({"values": 3}, f"{path}/m.pt")
+    loaded = {"values": None}
+    dist.load(loaded, f"{path}/m.pt")
+    assert loaded == {"values": 3}
+    manager = dist.CheckpointManager(path, asynchronous=False)
+    assert manager.restore(into) == 1
+    manager.close()

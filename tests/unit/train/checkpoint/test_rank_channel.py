@@ -45,3 +45,8 @@ def test_the_first_error_of_all_ranks_is_raised():
     with pytest.raises(CheckpointError, match="first"):
         require_success(answers)
     assert require_success(answers[:1]) == b""
+
+
+def test_an_error_about_a_path_that_is_not_utf8_arrives():
+    with pytest.raises(CheckpointError, match=r"^rank 1: no place in /a.udcff$"):
+        decode_result(failing(OSError("no place in /a\udcff")))

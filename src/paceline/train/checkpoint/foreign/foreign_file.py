@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from paceline.comm.security.untrusted_peers import encodable
 from paceline.errors import CheckpointDamagedError, CheckpointError
 from paceline.train.checkpoint.foreign.dcp import DcpDirectory
 from paceline.train.checkpoint.foreign.record_unpickler import reason_of, require_sound_torch_file
@@ -107,7 +108,7 @@ class SafetensorsFile:
             return torch.empty(stored.shape, dtype=dtype, device="cpu")
         try:
             mapped = torch.from_file(self.path, shared=False, size=stored.offset + stored.nbytes, dtype=torch.uint8)
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeEncodeError) as error:
             raise CheckpointError(f"{self.path} cannot be mapped into memory: {error}") from None
         found = mapped[stored.offset :]
         if stored.offset % dtype.itemsize:  # other programs may write files with unaligned tensors
@@ -183,6 +184,7 @@ def _load(path: Path) -> object:
 def _load_mapped(path: Path) -> object:
     """Loads a file, and maps it if its format allows that. Files from before torch 1.6 cannot be mapped."""
     with open(open_regular(path, follows=True), "rb") as file:
-        is_mapped = require_sound_torch_file(file, str(path))
+        is_zip = require_sound_torch_file(file, str(path))
+    is_mapped = is_zip and encodable(str(path)) == str(path)  # torch cannot map a file whose path is not UTF-8
     with torch.sparse.check_sparse_tensor_invariants():
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
