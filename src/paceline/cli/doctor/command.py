@@ -138,5 +138,5 @@ def _visit(word: str) -> list[Diagnostic]:
     from paceline.cli.doctor.network import probe
     from paceline.operate.launch.shared_secret import JoinToken, read_token
 
-    token = JoinToken.decode(read_token() if word == "-" else word)
+    token = JoinToken.decode(read_token() if word == "-" else word).require_printed()
     return probe((token.host, token.port), token.secret)

@@ -29,6 +29,7 @@ from paceline.errors import StoreError
 from paceline.linux import F_OFD_SETLK, F_OFD_SETLKW, is_out_of_descriptors
 
 _OPERATION, _MEMBERS, _TESTATORS = 1 << 60, (1 << 60) + 1, 1 << 61  # offsets of the bytes to lock, beyond any data
+_TESTATOR_BITS = 48
 _MAGIC = b"paceln/f"  # the beginning of the log
 _RECORD = struct.Struct("<III")  # number of bytes after this header, their CRC-32, number of fields
 _FIXED = struct.Struct("<Bq")
@@ -166,18 +167,26 @@ class FileStore(Store):
             )
         size = state.st_size
         while self._replayed < size:
-            record = _read_record(self._fd, self._replayed)
-            if record is None:  # the record is incomplete: its writer was killed
-                os.ftruncate(self._fd, self._replayed)
-                return
-            op, number, fields, nbytes = record
-            self._perform(op, number, fields)
+            try:
+                record = _read_record(self._fd, self._replayed)
+                if record is None:  # the record is incomplete: its writer was killed
+                    os.ftruncate(self._fd, self._replayed)
+                    return
+                op, number, fields, nbytes = record
+                self._perform(op, number, fields)
+            except (ValueError, struct.error):
+                raise StoreError(
+                    f"{self}: the record at byte {self._replayed:,} of the file was not written by a store of this "
+                    "version; end all processes that use the file, remove it, and start them again"
+                ) from None
             self._replayed += nbytes
 
     def _perform(self, op: int, number: int, fields: list[bytes]) -> tuple[int, int, list[bytes]] | None:
         if op != StoreOp.LAST_WILL:
             return self._table.apply(op, number, fields)
         key, value, testator = fields
+        if not testator.isdigit() or not 0 <= int(testator) < 1 << _TESTATOR_BITS:
+            raise ValueError("a last will belongs to no process")
         wills = self._wills.setdefault(testator, {})
         if number == 0:
             wills[key] = value
@@ -189,7 +198,7 @@ class FileStore(Store):
 
     def _lock_will_byte(self) -> bytes:
         if self._testator is None:
-            number = secrets.randbits(48)
+            number = secrets.randbits(_TESTATOR_BITS)
             _lock(self._fd, fcntl.F_WRLCK, _TESTATORS + number, wait=True)
             self._testator = str(number).encode()
         return self._testator
@@ -231,6 +240,8 @@ def _read_record(fd: int, offset: int) -> tuple[int, int, list[bytes], int] | No
     for _ in range(count):
         (length,) = _LENGTH.unpack_from(body, start)
         start += _LENGTH.size
+        if start + length > len(body):
+            raise ValueError("a field ends after its record")
         fields.append(body[start : start + length])
         start += length
     return op, number, fields, _RECORD.size + nbytes

@@ -162,9 +162,9 @@ def _join(options: argparse.Namespace) -> int:
         )
     choose_security(options)
     if options.token == "-":
-        token = JoinToken.decode(read_token())
+        token = JoinToken.decode(read_token()).require_printed()
     else:
-        token = JoinToken.decode(options.token)
+        token = JoinToken.decode(options.token).require_printed()
         print(
             "paceline join: other users of this machine can read the token in its list of processes, and join the job "
             "with it; `paceline join -` prompts for it",

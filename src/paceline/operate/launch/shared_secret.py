@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from paceline.comm.security.own_files import write_own
-from paceline.comm.security.secret import chosen_level, job_secret
+from paceline.comm.security.secret import MIN_SECRET_BYTES, chosen_level, job_secret
 from paceline.errors import RendezvousTimeoutError
 from paceline.linux import interrupts_raised
 from paceline.operate.launch.job import Job
@@ -43,6 +43,9 @@ _SECRET_BYTES = 32
 _LOOK_S = 0.1
 _PATIENCE_S = 3.0
 _ADVICE = "set PACELINE_SECRET to the same value on all machines instead, as `paceline launch-script slurm` does"
+
+
+_HOST = re.compile(r"[A-Za-z0-9._:%-]+")  # a host name, or an address that may have an interface
 
 
 class TokenError(ValueError):
@@ -89,6 +92,18 @@ class JoinToken:
             return cls(body[1:end].decode(), _PORT.unpack_from(body, end)[0], body[end + _PORT.size :])
         except (binascii.Error, struct.error, IndexError, UnicodeDecodeError):
             raise TokenError("the join token is damaged or truncated; copy all of it") from None
+
+    def require_printed(self) -> JoinToken:
+        """Returns the token; checks that it has an address and a secret, which every printed token has.
+
+        Raises:
+            TokenError: the token has no valid address, or a secret that is too short.
+        """
+        if not _HOST.fullmatch(self.host) or not self.port or len(self.secret) < MIN_SECRET_BYTES:
+            raise TokenError(
+                "the join token has no valid address or no secret, so `paceline run --print-token` did not print it"
+            )
+        return self
 
 
 def read_token() -> str:

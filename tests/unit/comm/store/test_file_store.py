@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,29 @@ def test_a_path_that_is_no_file_is_named(tmp_path: Path) -> None:
         StoreError, match=rf"FileStore\('{tmp_path}'\): process \d+ cannot open the file \(Is a directory\)"
     ):
         FileStore(tmp_path, 1)
+
+
+def record(count: int, body: bytes) -> bytes:
+    return struct.pack("<III", len(body), zlib.crc32(body), count) + body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        record(0, b""),
+        record(2**32 - 1, bytes(200)),
+        record(1, bytes(9) + struct.pack("<I", 1000) + b"a"),
+        record(0, b"\x0f" + bytes(8)),
+        record(3, b"\x0f" + bytes(8) + 3 * (struct.pack("<I", 1) + b"x")),
+        record(3, b"\x0f" + bytes(8) + 2 * (struct.pack("<I", 1) + b"x") + struct.pack("<I", 40) + b"9" * 40),
+    ],
+    ids=["no operation", "2^32 fields", "a long field", "a will of nothing", "a will of nobody", "a will of a number"],
+)
+def test_a_record_that_no_store_writes_is_named(tmp_path: Path, data: bytes) -> None:
+    store = FileStore(tmp_path / "store", 1)
+    store.set("key", "value")
+    with (tmp_path / "store").open("ab") as file:
+        file.write(data)
+    for each in (store, FileStore(tmp_path / "store", 1)):
+        with pytest.raises(StoreError, match=r"the record at byte \d+ of the file was not written by a store"):
+            each.get("key")

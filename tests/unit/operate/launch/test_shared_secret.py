@@ -8,6 +8,7 @@ import pty
 import termios
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,18 @@ def test_no_place_to_leave_it_is_explained(tmp_path):
 @given(st.text(min_size=1, max_size=60).filter(lambda text: len(text.encode()) < 256), st.integers(0, 65535))
 def test_a_token_brings_back_address_and_secret(host, port):
     assert JoinToken.decode(f" {JoinToken(host, port, b's' * 32).encode()}\n") == JoinToken(host, port, b"s" * 32)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fe80::1%eth0", "h0.example", "h_0"])
+def test_a_printed_token_has_an_address_and_a_secret(host):
+    printed = JoinToken(host, 29400, b"s" * 16)
+    assert printed.require_printed() == printed
+    for wrong in (replace(printed, secret=b"s" * 15), replace(printed, secret=b""), replace(printed, port=0)):
+        with pytest.raises(TokenError, match="has no valid address or no secret"):
+            wrong.require_printed()
+    for name in ("", "\x1b[2J", "h0\nx", "h 0"):
+        with pytest.raises(TokenError, match="has no valid address or no secret"):
+            replace(printed, host=name).require_printed()
 
 
 def test_a_token_is_asked_for_at_a_terminal_and_not_shown(monkeypatch, capsys):
