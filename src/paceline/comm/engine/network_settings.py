@@ -291,7 +291,8 @@ def parse_costs(text: str) -> CostModel:
     """
     try:
         data = json.loads(text)
-        links = data["within_host"], data["between_hosts"]
+        # The third cost of a link is optional, and null in the costs that rank 0 publishes.
+        links = [link[:2] if link[2:] == [None] else link for link in (data["within_host"], data["between_hosts"])]
         numbers = [*links[0], *links[1], data["gamma"]]
         if not all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers):
             raise ValueError("a cost is not a number of seconds")

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm.engine.network_settings import CONGESTION_VARIABLE, set_congestion_control
+from paceline.comm.engine.native import cost_measurement
+from paceline.comm.engine.network_settings import (
+    CONGESTION_VARIABLE,
+    UNMEASURED,
+    parse_costs,
+    set_congestion_control,
+)
+from paceline.comm.schedule.cost_model import CostModel, LinkCost
 
 
 def control_of(connection: socket.socket) -> str:
@@ -49,3 +56,8 @@ def test_a_control_that_the_kernel_has_not_is_refused_by_name(monkeypatch):
     with connected() as near, pytest.raises(ValueError, match=r"PACELINE_CONGESTION is 'pigeon', which this kernel"):
         set_congestion_control(near)
     assert Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").exists(), "what the message points to"
+
+
+@pytest.mark.parametrize("model", [UNMEASURED, CostModel(LinkCost(1e-6, 0.0, 0.0), LinkCost(3e-5, 5e-10, 1e-5), 0.0)])
+def test_published_costs_are_read_back(model):
+    assert parse_costs(cost_measurement._format(model)) == model
