@@ -317,7 +317,10 @@ def _histories(snapshot: JobSnapshot, group: str) -> dict[int, list[RankCall]]:
 
 
 def _misconfigured(snapshot: JobSnapshot) -> Diagnosis | None:
-    """Diagnoses ranks that initialize the default group with different world sizes, or with the same rank."""
+    """Diagnoses ranks that initialize the default group with different world sizes, or with the same rank.
+
+    A program may divide its ranks into several smaller worlds, so at least one rank must expect all ranks.
+    """
     if snapshot.word != "rank":  # in an elastic job, slots are numbered differently from ranks
         return None
     joining: dict[int, tuple[GroupMembership, str]] = {}
@@ -334,6 +337,8 @@ def _misconfigured(snapshot: JobSnapshot) -> Diagnosis | None:
         by_number.setdefault(seat.number, []).append(number)
     lines = {line for _, line in joining.values()}
     where = f" ({lines.pop()})" if len(lines) == 1 and "" not in lines else ""
+    if len(snapshot.ranks) not in by_size:
+        return None
     if len(by_size) > 1:
         ranks = [f"{named(numbers)} {verb(len(numbers), 'have')} {size}" for size, numbers in sorted(by_size.items())]
         strays = [n for size, numbers in by_size.items() if size != len(snapshot.ranks) for n in numbers]

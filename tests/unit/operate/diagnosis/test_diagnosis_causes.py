@@ -354,6 +354,13 @@ def test_processes_with_the_same_rank_are_told():
     )
 
 
+def test_smaller_worlds_of_a_job_may_have_the_same_ranks():
+    ranks = [_initializing(number, GroupMembership(0, 2, "group 0", (0, 1)), f"w{number}") for number in (0, 2)]
+    others = [RankState(number, place=StackLocation("load", "train.py:3"), process=IDLE) for number in (1, 3)]
+    verdict = _verdict(JobSnapshot(20.0, tuple(sorted((*ranks, *others), key=lambda rank: rank.rank))))
+    assert verdict.cause is not Cause.OTHER_SHAPE
+
+
 def test_a_rank_that_cannot_connect_has_made_the_call():
     place = StackLocation("distributed_c10d.init_process_group", "train.py:6")
     ranks = (
