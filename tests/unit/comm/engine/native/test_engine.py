@@ -50,7 +50,7 @@ def test_without_a_description_there_is_no_network():
         ("[1]", "its keys must be node, nodes, pairs or groups"),
         ('{"hosts": 3}', "its keys must be node, nodes, pairs or groups"),
         ('{"nodes": {"7": "1gbit"}}', "refer to hosts 0 to 2"),
-        ('{"pairs": {"0": "1gbit"}}', "invalid literal"),
+        ('{"pairs": {"0": "1gbit"}}', "is not a pair of two hosts"),
         ('{"groups": {"a": [0, 1]}}', "it must be JSON like"),
         ('{"node": "quick"}', "neither a rate"),
     ],
