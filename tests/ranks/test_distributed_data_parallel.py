@@ -234,8 +234,8 @@ def a_parameter_on_the_meta_device() -> None:
     require_refusal(nn.Linear(2, 2, device="meta"), text, ValueError)
 
 
-def a_bucket_without_room() -> None:
-    require_refusal(nn.Linear(2, 2), "bucket_cap_mb is 0", ValueError, bucket_cap_mb=0)
+def a_bucket_of_negative_size() -> None:
+    require_refusal(nn.Linear(2, 2), "bucket_cap_mb is -1", ValueError, bucket_cap_mb=-1)
 
 
 # Each program also shows that the group is still usable after the errors of the previous programs.
@@ -247,7 +247,7 @@ REFUSALS = OneWorld(
     options_that_differ,
     a_parameter_without_a_shape,
     a_parameter_on_the_meta_device,
-    a_bucket_without_room,
+    a_bucket_of_negative_size,
 )
 
 

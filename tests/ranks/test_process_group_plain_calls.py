@@ -197,7 +197,9 @@ def reduction_of_torch_is_taken() -> None:
     part = torch.full((2,), 1.0 + dist.get_rank())
     dist.reduce_scatter_tensor(part, torch.full((4,), 1.0 + dist.get_rank()), torch.distributed.ReduceOp.MAX)
     assert part.tolist() == [2, 2]
-    dist.reduce(part, 0, None)
+    with pytest.raises(TypeError, match=r"op must be a paceline\.ReduceOp, .*, not None"):
+        dist.reduce(part, 0, None)
+    dist.reduce(part, 0, torch.distributed.ReduceOp.SUM)
     assert part.tolist() == ([4, 4] if dist.get_rank() == 0 else [2, 2])
 
 
