@@ -94,6 +94,11 @@ def _run_checkpoint_command(options: argparse.Namespace) -> int:
     except CheckpointError as error:
         print(printable(f"paceline checkpoint {options.action}: {error}"), file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(printable(f"paceline checkpoint {options.action}: {error}"), file=sys.stderr)
+        return 2
     except RecursionError:
         print(
             f"paceline checkpoint {options.action}: the values of the checkpoint are nested too deeply", file=sys.stderr

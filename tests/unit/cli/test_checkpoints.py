@@ -196,3 +196,12 @@ def test_a_tensor_that_memory_cannot_hold_is_not_compared(tmp_path, command):
     torch.save({"w": torch.ones(1).expand(1 << 50)}, tmp_path / "m.pt")
     code, text = command("diff", tmp_path / "m.pt", tmp_path / "m.pt")
     assert code == 2 and text.startswith("paceline checkpoint diff: the tensor w could not be compared: ")
+
+
+def test_a_link_to_itself_is_reported_in_one_line(tmp_path, command):
+    (tmp_path / "loop").symlink_to("loop")
+    code, text = command("inspect", tmp_path / "loop")
+    assert (
+        code == 2 and text.startswith("paceline checkpoint inspect: ") and "Too many levels of symbolic links" in text
+    )
+    assert len(text.splitlines()) == 1

@@ -28,7 +28,7 @@ import paceline as dist
 from paceline.errors import CheckpointDamagedError, CheckpointError
 from paceline.train.checkpoint.foreign.foreign_file import open_foreign, state_of
 from paceline.train.checkpoint.format.manifest import digest_of
-from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.root import Root, latest_name
 
 STEP = "step_0000000001"
 FILE = "rank_00000_000.safetensors"
@@ -231,6 +231,33 @@ def test_a_manifest_of_any_size_is_not_read_into_memory(tmp_path: Path) -> None:
     os.truncate(tmp_path / STEP / "manifest.json", 1 << 40)
     with pytest.raises(CheckpointDamagedError, match="which is more than it can have"):
         dist.load(state(), tmp_path / STEP)
+
+
+def test_a_large_file_without_a_digest_is_not_read_into_memory(tmp_path: Path) -> None:
+    dist.save(state(), tmp_path, step=1)
+    os.truncate(tmp_path / STEP / "manifest.json", (4 << 30) - 1)
+    with pytest.raises(CheckpointDamagedError, match=r"manifest.json is truncated or was changed: it has no digest"):
+        dist.load(state(), tmp_path / STEP)
+
+
+def test_a_large_pointer_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        dist.save(state(step), tmp_path, step=step, keep=3)
+    os.truncate(tmp_path / "latest", 1 << 30)
+    monkeypatch.setattr("paceline.train.checkpoint.format.local_storage._LocalFile.read_into", None)
+    assert latest_name(Root(tmp_path).storage) is None
+
+
+def test_a_directory_of_a_checkpoint_may_be_a_link(tmp_path: Path) -> None:
+    for step in (1, 2):
+        dist.save(state(step), tmp_path / "run", step=step, keep=3)
+    (tmp_path / "run" / STEP).rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / STEP).symlink_to("../elsewhere")
+    into = state(3)
+    assert dist.load(into, tmp_path / "run" / STEP) == 1
+    assert plain(into) == plain(state(1))
+    assert Root(tmp_path / "run").retire(1) == [STEP]
+    assert FILE in os.listdir(tmp_path / "elsewhere")
 
 
 numbers = st.sampled_from([-(2**63), -1, 0, 1, 7, 8, 63, 2**31, 2**40, 2**62, 2**64 - 1]) | st.integers(-99, 999)

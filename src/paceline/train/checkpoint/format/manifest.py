@@ -30,6 +30,7 @@ _NAME = re.compile(r"(step|state)_\d+(\.\d+)?(-[0-9a-f]+)?")
 VERSION = 1
 FILE = "manifest.json"
 _MOST_NBYTES = 4 << 30  # maximum size of a manifest; a manifest takes a few tens of bytes per MiB of the checkpoint
+_LARGE_NBYTES = 64 << 20  # a larger file must end like a manifest before it is read
 _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 _LARGEST = 1 << 62
 _LARGEST_SEQUENCE = 1 << 53
@@ -479,13 +480,25 @@ def _text_of(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
         raise storage_error("read", storage, name, error) from error
 
 
-def read_file(storage: ReadableStorage, name: str) -> bytes:
-    """Returns the content of a small file."""
+def read_file(storage: ReadableStorage, name: str, most_nbytes: int = _MOST_NBYTES) -> bytes:
+    """Returns the content of a small file.
+
+    Raises:
+        CheckpointDamagedError: the file has more than `most_nbytes` bytes, or more than memory can hold.
+    """
     file = storage.open(name)
     with contextlib.closing(file):
-        if (nbytes := file.size()) > _MOST_NBYTES:
+        if (nbytes := file.size()) > most_nbytes:
             raise CheckpointDamagedError(
                 f"{storage.describe(name)} has {nbytes:,} bytes, which is more than it can have"
             )
-        buffer = bytearray(nbytes)
-        return bytes(buffer[: file.read_into(0, memoryview(buffer))])
+        end = bytearray(len(_END))
+        if nbytes > _LARGE_NBYTES and file.read_into(nbytes - len(end), memoryview(end)) and end != _END:
+            raise CheckpointDamagedError(f"{storage.describe(name)} is truncated or was changed: it has no digest")
+        try:
+            buffer = bytearray(nbytes)
+            return bytes(buffer[: file.read_into(0, memoryview(buffer))])
+        except MemoryError:
+            raise CheckpointDamagedError(
+                f"{storage.describe(name)} has {nbytes:,} bytes, which is more than memory can hold"
+            ) from None

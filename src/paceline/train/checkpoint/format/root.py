@@ -39,6 +39,7 @@ from paceline.train.checkpoint.format.values import Json
 from paceline.train.elastic.failpoints import failpoint
 
 _TOKEN_NBYTES = 4
+_MOST_OF_A_NAME = 4096  # bytes in the file `latest`
 
 
 class Root:
@@ -265,7 +266,7 @@ def unfinished(storage: Storage) -> list[str]:
 def latest_name(storage: Storage) -> str | None:
     """Returns the checkpoint name in the file `latest`, or None if there is no such file."""
     try:
-        return read_file(storage, LATEST).decode("utf-8", "replace").strip() or None
+        return read_file(storage, LATEST, _MOST_OF_A_NAME).decode("utf-8", "replace").strip() or None
     except (FileNotFoundError, CheckpointDamagedError):
         return None
 
