@@ -114,8 +114,9 @@ def _show_foreign(source: CheckpointContents, as_json: bool) -> None:
 
 
 def _show_tensors(tensors: dict[str, tuple[str, tuple[int, ...], str]]) -> None:
-    width = max(map(len, map(_one_line, tensors)), default=0)
-    for name, (dtype, shape, note) in zip(map(_one_line, tensors), tensors.values(), strict=True):
+    names = list(map(_one_line, tensors))
+    width = max(map(len, names), default=0)
+    for name, (dtype, shape, note) in zip(names, tensors.values(), strict=True):
         extents = " x ".join(map(str, shape)) or "scalar"
         nbytes = size_text(nbytes_of(dtype, shape)) if dtype in ITEMSIZE else ""
         print(f"  {name:<{width}}  {dtype:<8} {extents:<16} {nbytes:>9}  {note}".rstrip())

@@ -60,14 +60,15 @@ def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
     raise TypeError(f"{argument}: the argument must be a tensor or a list of tensors, not {kind_of(tensors)}")
 
 
-def require_tensor(value: object, call: str, argument: str) -> None:
-    """Checks that an argument is a single tensor.
+def require_tensors(call: str, **arguments: object) -> None:
+    """Checks that each of a call's arguments, given by name, is a single tensor.
 
     Raises:
-        TypeError: the argument is not a tensor.
+        TypeError: an argument is not a tensor.
     """
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{call}: {argument} must be a tensor, not {kind_of(value)}")
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{call}: {name} must be a tensor, not {kind_of(value)}")
 
 
 def kind_of(value: object) -> str:

@@ -185,7 +185,7 @@ def plan_broadcast(
 
 
 def plan_reduce(rank_map: RankMap, tensors: Tensors, root: int, op: Reduction, timeout_ns: int) -> CallPlan:
-    """Returns the plan of a reduce to group rank `root`."""
+    """Returns the plan for a reduce to group rank `root`."""
     listed = as_list(tensors, "reduce")
     code, reduce_code, buffers = checked_reduction(listed, op, "reduce")
     outputs = [buffers.write(listed) if rank_map.rank == root else buffers.read(listed)]
@@ -195,14 +195,14 @@ def plan_reduce(rank_map: RankMap, tensors: Tensors, root: int, op: Reduction, t
 
 
 def plan_all_gather(rank_map: RankMap, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
-    """Returns the plan of an all_gather; if the ranks' tensors differ in size, it is the plan of an all_to_all."""
+    """Returns the plan for an all_gather; if the ranks' tensors differ in size, it is the plan for an all_to_all."""
     return _plan_gather(Operation.ALL_GATHER, rank_map, outputs, tensors, -1, timeout_ns)
 
 
 def plan_gather(
     rank_map: RankMap, outputs: Sequence[Tensors] | None, tensors: Tensors, root: int, timeout_ns: int
 ) -> CallPlan:
-    """Returns the plan of a gather to group rank `root`; `outputs` is None or empty on other ranks."""
+    """Returns the plan for a gather to group rank `root`; `outputs` is None or empty on other ranks."""
     if bool(outputs) != (rank_map.rank == root):
         raise ValueError(
             f"rank {rank_map.me.rank}: gather takes gather_list on the destination, rank {rank_map.ranks[root]}, "
@@ -278,7 +278,7 @@ def plan_uneven_reduce_scatter(
 def plan_scatter(
     rank_map: RankMap, output: Tensors, inputs: Sequence[Tensors] | None, root: int, timeout_ns: int
 ) -> CallPlan:
-    """Returns the plan of a scatter from group rank `root`; `inputs` is None or empty on other ranks."""
+    """Returns the plan for a scatter from group rank `root`; `inputs` is None or empty on other ranks."""
     if bool(inputs) != (rank_map.rank == root):
         raise ValueError(
             f"rank {rank_map.me.rank}: scatter takes scatter_list on the source, rank {rank_map.ranks[root]}, "
@@ -300,7 +300,7 @@ def plan_scatter(
 def plan_all_to_all(
     rank_map: RankMap, outputs: Sequence[Tensors], inputs: Sequence[Tensors], timeout_ns: int
 ) -> CallPlan:
-    """Returns the plan of an all_to_all."""
+    """Returns the plan for an all_to_all."""
     read = lists_by_rank(inputs, rank_map, "all_to_all", "input_tensor_list")
     written = lists_by_rank(outputs, rank_map, "all_to_all", "output_tensor_list")
     mine = rank_map.rank

@@ -249,14 +249,10 @@ def new_group(
         to_seconds(timeout)  # an invalid timeout raises an error on all ranks, not only on members
     if ranks is not None and (isinstance(ranks, str) or not isinstance(ranks, Iterable)):
         raise TypeError(f"new_group: ranks is {short_repr(ranks)}; it must be a list of ranks, or None for all ranks")
-    chosen = list(range(world.group.size()))
-    if ranks is not None:
-        try:
-            chosen = [index(rank) for rank in ranks]
-        except TypeError as error:
-            raise TypeError(
-                f"new_group: ranks is {short_repr(ranks)}; it must contain only integers: {error}"
-            ) from None
+    try:
+        chosen = [index(rank) for rank in (range(world.group.size()) if ranks is None else ranks)]
+    except TypeError as error:
+        raise TypeError(f"new_group: ranks is {short_repr(ranks)}; it must contain only integers: {error}") from None
     if sort_ranks:
         chosen.sort()
     for rank in chosen:

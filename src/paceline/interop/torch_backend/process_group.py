@@ -537,7 +537,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
             timeout,
             [output],
             lambda a, t: collectives.all_to_all_single(
-                output, input, output_split_sizes, input_split_sizes, self._group, a, t
+                output, input, output_split_sizes or None, input_split_sizes or None, self._group, a, t
             ),
         )
 

@@ -327,8 +327,7 @@ def _misconfigured(snapshot: JobSnapshot) -> Diagnosis | None:
     for rank in snapshot.ranks:
         for call in rank.calls:
             seat = rank.seats.get(call.group)
-            is_formation = call.sequence == 0 and not call.is_message
-            if is_formation and call.ended_s is None and seat is not None and seat.name in DEFAULT_GROUPS:
+            if call.is_formation and call.ended_s is None and seat is not None and seat.name in DEFAULT_GROUPS:
                 joining[rank.rank] = seat, call.line or line_of(rank)
     by_size: dict[int, list[int]] = {}
     by_number: dict[int, list[int]] = {}
@@ -341,18 +340,18 @@ def _misconfigured(snapshot: JobSnapshot) -> Diagnosis | None:
         return None
     if len(by_size) > 1:
         ranks = [f"{named(numbers)} {verb(len(numbers), 'have')} {size}" for size, numbers in sorted(by_size.items())]
-        strays = [n for size, numbers in by_size.items() if size != len(snapshot.ranks) for n in numbers]
+        strays = [rank for size, numbers in by_size.items() if size != len(snapshot.ranks) for rank in numbers]
         sentence = (
             f"the world sizes passed to init_process_group(){where} differ: {', '.join(ranks)}; all ranks must have "
             "the same. Check WORLD_SIZE and the argument world_size"
         )
         return Diagnosis(Cause.OTHER_SHAPE, tuple(sorted(strays)), sentence)
-    for number, ranks_ in by_number.items():
-        if len(ranks_) > 1:
-            strays = [rank for rank in ranks_ if rank != number] if number in ranks_ else ranks_
+    for number, processes in by_number.items():
+        if len(processes) > 1:
+            strays = [rank for rank in processes if rank != number] if number in processes else processes
             sentence = (
-                f"the processes of {named(ranks_)} wait in init_process_group(){where}, and all of them have called it "
-                f"as rank {number}; each must have a different rank. Check RANK and the argument rank"
+                f"the processes of {named(processes)} wait in init_process_group(){where}, and all of them have called "
+                f"it as rank {number}; each must have a different rank. Check RANK and the argument rank"
             )
             return Diagnosis(Cause.OTHER_SHAPE, tuple(sorted(strays)), sentence)
     return None

@@ -73,6 +73,11 @@ class RankCall:
         return self.ended_s is None or self.outcome not in ("", "ok")
 
     @property
+    def is_formation(self) -> bool:
+        """Whether this is the formation of a group."""
+        return self.sequence == 0 and not self.is_message
+
+    @property
     def is_message(self) -> bool:
         """Whether the call is a send or a receive."""
         return self.header.peer >= 0

@@ -42,7 +42,7 @@ class CallWait:
     @property
     def is_formation(self) -> bool:
         """Whether the ranks are waiting for their group to form."""
-        return self.call.sequence == 0 and not self.call.is_message
+        return self.call.is_formation
 
 
 def waits_of(snapshot: JobSnapshot) -> list[CallWait]:

@@ -298,10 +298,9 @@ class Reducer:
             self._state = BackwardState.IDLE
             return
         self._require_used()
-        self._missing = (
-            self._averager.gradients.missing()
-        )  # the program may clear all gradients before the next forward
         self._state = BackwardState.INCOMPLETE if is_awaited else BackwardState.IDLE
+        if is_awaited:  # determined now, because the program may clear all gradients before the next forward pass
+            self._missing = self._gradients.missing()
 
     def _require_used(self) -> None:
         """Raises an error if all missing gradients belong to parameters that forward did not use."""

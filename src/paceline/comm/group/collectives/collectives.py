@@ -34,8 +34,8 @@ import torch
 
 from paceline.comm.engine.adapters.device_streams import accelerator_in_use
 from paceline.comm.engine.channel import ReduceOp, Reduction
-from paceline.comm.group.buffers import Tensors, require_tensor
-from paceline.comm.group.call_plan import parts_by_rank, split_sizes
+from paceline.comm.group.buffers import Tensors, require_tensors
+from paceline.comm.group.call_plan import parts_by_rank
 from paceline.comm.group.compression import WireLike
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
@@ -298,10 +298,10 @@ def all_gather_into_tensor(
     chosen = resolve(group, "all_gather_into_tensor")
     if chosen is None:
         return None
-    require_tensor(output_tensor, "all_gather_into_tensor", "output_tensor")
-    require_tensor(input_tensor, "all_gather_into_tensor", "input_tensor")
-    if async_op is False and timeout is None and chosen.try_fast_all_gather(output_tensor, input_tensor):
+    is_plain = async_op is False and timeout is None and isinstance(input_tensor, torch.Tensor)
+    if is_plain and chosen.try_fast_all_gather(output_tensor, input_tensor):
         return None
+    require_tensors("all_gather_into_tensor", output_tensor=output_tensor, input_tensor=input_tensor)
     count = input_tensor.numel()
     parts = parts_by_rank(output_tensor, count, chosen.rank_map, "all_gather_into_tensor", "output_tensor")
     work = chosen.all_gather(parts, input_tensor, async_op, timeout, wire)
@@ -373,10 +373,10 @@ def reduce_scatter_tensor(
     chosen = resolve(group, "reduce_scatter_tensor")
     if chosen is None:
         return None
-    require_tensor(output, "reduce_scatter_tensor", "output")
-    require_tensor(input, "reduce_scatter_tensor", "input")
-    if async_op is False and timeout is None and chosen.try_fast_reduce_scatter(output, input, op):
+    is_plain = async_op is False and timeout is None and isinstance(output, torch.Tensor)
+    if is_plain and chosen.try_fast_reduce_scatter(output, input, op):
         return None
+    require_tensors("reduce_scatter_tensor", output=output, input=input)
     parts = parts_by_rank(input, output.numel(), chosen.rank_map, "reduce_scatter_tensor", "input")
     return chosen.reduce_scatter(output, parts, op, async_op, timeout, wire)
 
@@ -440,14 +440,12 @@ def all_to_all_single(
     chosen = resolve(group, "all_to_all_single")
     if chosen is None:
         return None
-    require_tensor(output, "all_to_all_single", "output")
-    require_tensor(input, "all_to_all_single", "input")
-    received = split_sizes(output_split_sizes, "all_to_all_single", "output_split_sizes")
-    sent = split_sizes(input_split_sizes, "all_to_all_single", "input_split_sizes")
-    is_even = received is sent is None
-    if is_even and async_op is False and timeout is None and chosen.try_fast_all_to_all(output, input):
+    is_even = output_split_sizes is input_split_sizes is None
+    are_tensors = isinstance(output, torch.Tensor) and isinstance(input, torch.Tensor)
+    if is_even and are_tensors and async_op is False and timeout is None and chosen.try_fast_all_to_all(output, input):
         return None
-    return chosen.all_to_all_rows(output, input, received, sent, async_op, timeout)
+    require_tensors("all_to_all_single", output=output, input=input)
+    return chosen.all_to_all_rows(output, input, output_split_sizes, input_split_sizes, async_op, timeout)
 
 
 def explain(operation: str, nbytes: int, group: Group = None) -> str:

@@ -20,7 +20,7 @@ from torch.autograd import profiler
 
 from paceline import _core
 from paceline.comm.engine.channel import CallOutcome, ReduceOp, Reduction
-from paceline.comm.group.buffers import Tensors, as_list, count_writes, memory_layout, require_tensor
+from paceline.comm.group.buffers import Tensors, as_list, count_writes, memory_layout, require_tensors
 from paceline.comm.group.call_plan import (
     CallPlan,
     are_uneven,
@@ -334,8 +334,7 @@ def all_gather_into_tensor_init(
     if chosen is None:
         return no_op_call("all_gather_into_tensor")
     name = "all_gather_into_tensor"
-    require_tensor(output_tensor, name, "output_tensor")
-    require_tensor(input_tensor, name, "input_tensor")
+    require_tensors(name, output_tensor=output_tensor, input_tensor=input_tensor)
     parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen.rank_map, name, "output_tensor")
     return _all_gather(name, chosen, parts, input_tensor, timeout, output_tensor)
 
@@ -382,10 +381,9 @@ def reduce_scatter_tensor_init(
     if chosen is None:
         return no_op_call("reduce_scatter_tensor")
     name = "reduce_scatter_tensor"
-    require_tensor(output, name, "output")
-    require_tensor(input, name, "input")
+    require_tensors(name, output=output, input=input)
     parts = parts_by_rank(input, output.numel(), chosen.rank_map, name, "input")
-    return _reduce_scatter("reduce_scatter_tensor", chosen, output, parts, op, timeout, input)
+    return _reduce_scatter(name, chosen, output, parts, op, timeout, input)
 
 
 def _reduce_scatter(
@@ -433,8 +431,7 @@ def all_to_all_single_init(
     if chosen is None:
         return no_op_call("all_to_all_single")
     name = "all_to_all_single"
-    require_tensor(output, name, "output")
-    require_tensor(input, name, "input")
+    require_tensors(name, output=output, input=input)
     received = split_sizes(output_split_sizes, name, "output_split_sizes")
     sent = split_sizes(input_split_sizes, name, "input_split_sizes")
     outputs = rows_by_rank(output, received, chosen.rank_map, name, "output")

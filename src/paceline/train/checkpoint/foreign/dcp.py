@@ -30,13 +30,13 @@ from paceline.train.checkpoint.foreign.record_unpickler import (
     unpickle,
 )
 from paceline.train.checkpoint.format.local_storage import open_regular
-from paceline.train.checkpoint.format.regions import TensorBlock, blocks_overlap
+from paceline.train.checkpoint.format.regions import TensorBlock, blocks_overlap, is_grid
+from paceline.train.checkpoint.format.safetensors_header import BEYOND
 from paceline.train.checkpoint.format.values import TensorRef, escaped
 from paceline.train.checkpoint.pytree import TensorInfo, infos_of, take_apart
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _INDEX = Global(_METADATA, "MetadataIndex")
-_BEYOND = 1 << 63  # all valid sizes and offsets are smaller
 _DEEPEST_PATH = 64
 _MOST_IRREGULAR = 1000  # maximum number of blocks that do not form a grid; all pairs of such blocks are compared
 
@@ -238,7 +238,7 @@ def _sizes(value: object, what: str) -> tuple[int, ...]:
     if (
         not isinstance(value, (tuple, list))
         or len(value) > _DEEPEST_PATH
-        or not all(type(size) is int and 0 <= size < _BEYOND for size in value)
+        or not all(type(size) is int and 0 <= size < BEYOND for size in value)
     ):
         raise _UnsoundMetadataError(f"{what} does not consist of sizes")
     return tuple(value)
@@ -264,18 +264,11 @@ def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[i
     if not blocks:
         return True
     # Blocks that lie inside a tensor cover the tensor if no two of them overlap and their volumes add up to its volume.
-    # The blocks of a grid never overlap.
-    begins = [sorted({offset[axis] for offset in blocks}) for axis in range(len(shape))]
-    ends = [dict(zip(axis, [*axis[1:], whole], strict=True)) for axis, whole in zip(begins, shape, strict=True)]
-    if all(
-        first + size == end[first]
-        for offset, sizes in blocks.items()
-        for first, size, end in zip(offset, sizes, ends, strict=True)
-    ):
+    tensor_blocks = [TensorBlock(offset, sizes) for offset, sizes in blocks.items()]
+    if is_grid(shape, tensor_blocks):
         return True
     if len(blocks) > _MOST_IRREGULAR:
         return False
-    tensor_blocks = [TensorBlock(offset, sizes) for offset, sizes in blocks.items()]
     return not any(blocks_overlap(one, other) for one, other in combinations(tensor_blocks, 2))
 
 
@@ -310,7 +303,8 @@ class DcpDirectory:
             return self._nested[name]
         info, chunks = self.tensors[name], self._items[name].chunks
         for chunk in chunks:  # checked before memory is allocated
-            size = os.stat(self._inside(chunk.file)).st_size if os.path.exists(self._inside(chunk.file)) else 0
+            file = self._inside(chunk.file)
+            size = file.stat().st_size if file.exists() else 0
             if min(chunk.nbytes, size) < math.prod(chunk.shape) * info.dtype.itemsize:
                 raise CheckpointDamagedError(
                     f"{self.path}/{chunk.file} is missing or truncated: it has too few bytes for the block "

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.train.checkpoint.format.safetensors_header import BEYOND, MOST_DIMENSIONS
 
 _SCALARS = (str, int, float, bytes, type(None))  # bool is a subclass of int
 _LONGEST_INT_NBYTES = 16
@@ -315,8 +316,6 @@ _OPERATIONS: dict[bytes, Callable[[_Interpreter], object]] = {  # by operation c
 _PICKLE_RECORD = "/data.pkl"
 _LEGACY_PICKLES = 5  # magic number, version, system, state and storage keys
 _MOST_VALUES = 1 << 22
-_DEEPEST_SHAPE = 64
-_BEYOND = 1 << 63  # all valid sizes, strides and offsets are smaller
 # The size of a record's header in a zip file. The lengths of the name and the extra field are at `_LENGTHS_AT`.
 _LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26
 # The size of an element in bytes, by storage class.
@@ -388,6 +387,7 @@ def require_sound_torch_file(file: BinaryIO, path: str) -> bool:
         raise CheckpointError(
             f"{path} was not read: {error}, which a state of tensors and plain values does not"
         ) from None
+    # zipfile raises NotImplementedError for a feature that it lacks, and RuntimeError for an encrypted record.
     except (ValueError, zipfile.BadZipFile, struct.error, NotImplementedError, OSError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -438,7 +438,7 @@ def _storages_in(file: BinaryIO, nbytes: int) -> dict[str, int]:
     interpreter = _TorchInterpreter(file, nbytes)
     whole = interpreter.run()
     if (count := _expanded(whole)) > max(_MOST_VALUES, nbytes):
-        raise ValueError(f"it has {nbytes:,} bytes, but repeats its values until there are {min(count, _BEYOND):,}")
+        raise ValueError(f"it has {nbytes:,} bytes, but repeats its values until there are {min(count, BEYOND):,}")
     return interpreter.storages
 
 
@@ -511,10 +511,10 @@ class _TorchInterpreter(_Interpreter):
             raise self._refuse("has a tensor without storage")
         numbers: list[object] = [offset]
         for sizes in (shape, strides):
-            if not isinstance(sizes, (tuple, list)) or len(sizes) > _DEEPEST_SHAPE:
+            if not isinstance(sizes, (tuple, list)) or len(sizes) > MOST_DIMENSIONS:
                 raise self._refuse("has a tensor whose shape is not a tuple of sizes")
             numbers += sizes
-        if not all(type(number) is int and 0 <= number < _BEYOND for number in numbers):
+        if not all(type(number) is int and 0 <= number < BEYOND for number in numbers):
             raise self._refuse("has a tensor whose shape does not consist of sizes")
         assert isinstance(offset, int) and isinstance(shape, (tuple, list)) and isinstance(strides, (tuple, list))
         if len(shape) != len(strides):
@@ -552,7 +552,7 @@ class _TorchInterpreter(_Interpreter):
         itemsize = _SIZES_OF_STORAGES.get(kind.name) if isinstance(kind, Global) else None
         if isinstance(key, bytes):
             key = key.decode("ascii", "replace")
-        if itemsize is None or not isinstance(key, str) or type(count) is not int or not 0 <= count < _BEYOND:
+        if itemsize is None or not isinstance(key, str) or type(count) is not int or not 0 <= count < BEYOND:
             raise self._refuse("refers to a storage of an unknown kind or size")
         storage = PickledStorage(key, count, itemsize)
         if self.storages.setdefault(key, storage.nbytes) != storage.nbytes:

@@ -30,7 +30,7 @@ _NAME = re.compile(r"(step|state)_\d+(\.\d+)?(-[0-9a-f]+)?")
 VERSION = 1
 FILE = "manifest.json"
 _MOST_NBYTES = 4 << 30  # maximum size of a manifest; a manifest takes a few tens of bytes per MiB of the checkpoint
-_LARGE_NBYTES = 64 << 20  # a larger file must end like a manifest before it is read
+_LARGE_NBYTES = 64 << 20  # the end of a larger file is checked before the whole file is read
 _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 _LARGEST = 1 << 62
 _LARGEST_SEQUENCE = 1 << 53
@@ -473,18 +473,23 @@ def _text_of(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
     """Returns the content of the manifest file, and its name for error messages."""
     name = f"{directory}/{FILE}" if directory else FILE
     try:
-        return read_file(storage, name), storage.describe(name)
+        return read_file(storage, name, _MOST_NBYTES, end=_END), storage.describe(name)
     except FileNotFoundError:
         raise CheckpointDamagedError(f"{storage.describe(directory)} has no {FILE}: it was not finished") from None
     except OSError as error:
         raise storage_error("read", storage, name, error) from error
 
 
-def read_file(storage: ReadableStorage, name: str, most_nbytes: int = _MOST_NBYTES) -> bytes:
-    """Returns the content of a small file.
+def read_file(storage: ReadableStorage, name: str, most_nbytes: int, *, end: bytes = b"") -> bytes:
+    """Returns the content of a file that fits into memory.
+
+    Args:
+        most_nbytes: the maximum size of the file.
+        end: the last bytes of a complete file, which are checked first if the file is large. Default: none.
 
     Raises:
-        CheckpointDamagedError: the file has more than `most_nbytes` bytes, or more than memory can hold.
+        CheckpointDamagedError: the file has more than `most_nbytes` bytes, has more bytes than memory can hold, or is
+            large and ends differently.
     """
     file = storage.open(name)
     with contextlib.closing(file):
@@ -492,8 +497,8 @@ def read_file(storage: ReadableStorage, name: str, most_nbytes: int = _MOST_NBYT
             raise CheckpointDamagedError(
                 f"{storage.describe(name)} has {nbytes:,} bytes, which is more than it can have"
             )
-        end = bytearray(len(_END))
-        if nbytes > _LARGE_NBYTES and file.read_into(nbytes - len(end), memoryview(end)) and end != _END:
+        found = bytearray(len(end))
+        if nbytes > _LARGE_NBYTES and file.read_into(nbytes - len(end), memoryview(found)) and found != end:
             raise CheckpointDamagedError(f"{storage.describe(name)} is truncated or was changed: it has no digest")
         try:
             buffer = bytearray(nbytes)

@@ -178,7 +178,7 @@ def _untiled_blocks(shape: tuple[int, ...], tensor_blocks: list[TensorBlock]) ->
     overlap. Other blocks are compared with those that overlap with them in the first dimension.
     """
     held, total = sum(map(count, tensor_blocks)), prod(shape)
-    if held == total and _is_grid(shape, tensor_blocks):
+    if held == total and is_grid(shape, tensor_blocks):
         return None
     open_blocks: list[TensorBlock] = []
     comparisons = 0
@@ -194,7 +194,7 @@ def _untiled_blocks(shape: tuple[int, ...], tensor_blocks: list[TensorBlock]) ->
     return f"no rank holds {total - held} of the {total} elements" if held < total else None
 
 
-def _is_grid(shape: tuple[int, ...], tensor_blocks: Sequence[TensorBlock]) -> bool:
+def is_grid(shape: tuple[int, ...], tensor_blocks: Sequence[TensorBlock]) -> bool:
     """Returns True if non-empty blocks are different cells of a grid, so that no two of them overlap."""
     if len({block.offset for block in tensor_blocks}) < len(tensor_blocks):
         return False

@@ -31,8 +31,8 @@ _LARGE_NBYTES = 1 << 20
 _LONGEST = 100 << 20  # maximum size of the JSON text, as in the safetensors package
 LONGEST_HEADER_NBYTES = _LENGTH_NBYTES + _LONGEST
 _METADATA = "__metadata__"
-_MOST_DIMENSIONS = 64  # as in torch; the size of a tensor with many large dimensions would take long to compute
-_BEYOND = 1 << 63  # all valid sizes are smaller
+MOST_DIMENSIONS = 64  # as in torch; the size of a tensor with many large dimensions would take long to compute
+BEYOND = 1 << 63  # all valid sizes, strides and offsets are smaller
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
     for key, info in infos.items():
         is_sound = info.dtype in ITEMSIZE and is_shape(info.shape)
         if not is_sound or nbytes_of(info.dtype, info.shape) != info.data_offsets[1] - info.data_offsets[0]:
-            shape = and_more(info.shape, _MOST_DIMENSIONS)
+            shape = and_more(info.shape, MOST_DIMENSIONS)
             raise ValueError(f"its header has {info.dtype} [{shape}] with bytes {info.data_offsets} for {key}")
     end = 0
     for key, info in sorted(infos.items(), key=lambda item: item[1].data_offsets):
@@ -132,7 +132,7 @@ class _Info:
 
 def is_shape(shape: tuple[int, ...]) -> bool:
     """Returns True if a tensor can have this shape."""
-    return len(shape) <= _MOST_DIMENSIONS and all(0 <= size < _BEYOND for size in shape)
+    return len(shape) <= MOST_DIMENSIONS and all(0 <= size < BEYOND for size in shape)
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
