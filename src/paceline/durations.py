@@ -1,4 +1,4 @@
-"""Conversion of timeouts to numbers without overflow; `timedelta.max` is accepted and means no limit."""
+"""Conversion of timeouts and of text to numbers without overflow; the timeout `timedelta.max` means no limit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,21 @@ Timeout = timedelta | float  # numbers are in seconds
 
 LONGEST_S = 100 * 365.25 * 86_400  # the core counts nanoseconds in 64 bits, which overflow after 292 years
 _LONGEST_OF_SOCKET_S = 1e6  # the system counts milliseconds in 32 bits
+_LARGEST = 10**18 - 1  # fits in 64 bits
+
+
+def whole_number(text: str, least: int = 0, most: int = _LARGEST) -> int | None:
+    """Returns the number that `text` consists of, or None if it is not a number from `least` to `most`.
+
+    Only ASCII digits count as digits. `int` also accepts other alphabets' digits, signs, spaces and underscores, which
+    the other programs that read the same flags and environment variables may not accept.
+
+    >>> whole_number("12"), whole_number("-1"), whole_number("1_0"), whole_number("\u0663"), whole_number("0", least=1)
+    (12, None, None, None, None)
+    """
+    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(_LARGEST)):
+        return None
+    return number if least <= (number := int(text)) <= most else None
 
 
 def to_seconds(timeout: Timeout) -> float:

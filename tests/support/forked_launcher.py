@@ -18,6 +18,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, process, resource_tracker, util
@@ -233,7 +234,7 @@ def _resemble_new_interpreter(env: Mapping[str, str], descriptors: Sequence[int]
     sys.stderr = sys.__stderr__ = _stream(2, is_buffered, "backslashreplace")
     sys.stderr.reconfigure(line_buffering=is_buffered)
     given = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    own = [*given, "", str(_TESTS.parent)]
+    own = [*given, "", str(_TESTS.parent), sysconfig.get_path("scripts")]  # of `python -m pytest` and `pytest`
     sys.path[:] = given + [entry for entry in sys.path if entry not in own and not _is_of_tests(entry)]
     for name, module in list(sys.modules.items()):
         if name != __name__ and _is_of_tests(getattr(module, "__file__", None) or "/"):

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.durations import whole_number
+
 if TYPE_CHECKING:
     from paceline.comm.schedule.network import Network, NetworkLink
     from paceline.operate.plan.calibration import Calibration, Links
@@ -110,10 +112,10 @@ def goodput_of_predictions(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    words = text.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
+    numbers = [whole_number(word, least=1) for word in text.split(",")]
+    if None in numbers:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of at least 1, such as 2,4,8")
-    return tuple(map(int, words))
+    return tuple(number for number in numbers if number is not None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from paceline import _core
 from paceline.comm.engine.channel import DTYPE_CODES, ReduceOp
 from paceline.comm.group.call_plan import reduces
 from paceline.comm.group.process_group import ProcessGroup
+from paceline.durations import whole_number
 from paceline.errors import CollectiveMismatchError, and_more
 from paceline.train.module_tensors import TrackedTensors
 
@@ -247,12 +248,11 @@ def unsupported_reason(
 
 def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> RankFacts:
     """Collects the information about this rank; if all parameters are on GPUs, overlap is on by default."""
-    named = os.environ.get("LOCAL_WORLD_SIZE", "")
     quota, cgroup = _core.cpu_quota()
     return RankFacts(
         overlaps=True if overlap is None and not on_cpu else overlap,
         host=socket.gethostname(),
-        local_ranks=int(named) if named.isdecimal() else 0,
+        local_ranks=whole_number(os.environ.get("LOCAL_WORLD_SIZE", "")) or 0,
         cores=sorted(os.sched_getaffinity(0)),
         quota=quota,
         cgroup=cgroup,

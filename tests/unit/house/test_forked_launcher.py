@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sysconfig
 
 import forked_launcher
 import launching
@@ -28,7 +29,8 @@ print("of tests", [name for name in ("launching", "world", "elastic_job", "value
 """
 
 
-def test_a_script_finds_the_same(script, tmp_path):
+def test_a_script_finds_the_same(script, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(sysconfig.get_path("scripts"))  # as for the program `pytest`
     words = ("--nproc-per-node=2", script(PLACE), "a", "b")
     plain = launching.run("--start-method=forkserver", *words, cwd=str(tmp_path))
     forked = forked_launcher.run(*words, cwd=str(tmp_path))

@@ -26,6 +26,7 @@ from paceline.comm.schedule.algorithms import ALGORITHMS
 from paceline.comm.schedule.cost_model import CostModel, LinkCost
 from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup, parse_links
 from paceline.comm.security.encryption import Connection
+from paceline.durations import whole_number
 from paceline.errors import short_repr
 
 IFACE_VARIABLE = "PACELINE_IFACE"
@@ -235,10 +236,10 @@ def _link(text: str) -> NetworkLink:
 
 
 def _host(number: object) -> int:
-    text = str(number)
-    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+    host = whole_number(str(number))
+    if host is None:
         raise ValueError(f"{short_repr(number)} is not the number of a host")
-    return int(text)
+    return host
 
 
 def _pairs(described: Mapping[str, str]) -> dict[tuple[int, int], NetworkLink]:
@@ -257,7 +258,6 @@ COSTS_VARIABLE = "PACELINE_COSTS"
 STREAMS_VARIABLE = "PACELINE_STREAMS"
 
 _MOST_STREAMS = 64
-_MOST_DIGITS = 9  # of a number in a variable
 
 ALL_TO_ALL_NBYTES = 1 << 20
 """The size in bytes that is assumed for every all_to_all.
@@ -310,6 +310,7 @@ def parse_streams(text: str) -> int:
     Raises:
         ValueError: the text is not a number in the permitted range.
     """
-    if not text.isdecimal() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= _MOST_STREAMS:
+    streams = whole_number(text, least=1, most=_MOST_STREAMS)
+    if streams is None:
         raise ValueError(f"{STREAMS_VARIABLE} is {short_repr(text)}; it must be a number from 1 to {_MOST_STREAMS}")
-    return int(text)
+    return streams

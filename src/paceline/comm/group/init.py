@@ -42,7 +42,7 @@ from paceline.comm.rendezvous.environment import rank_and_world_size
 from paceline.comm.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.comm.security.secret import choose_level
 from paceline.comm.store.store import HashStore, Store
-from paceline.durations import Timeout, to_seconds
+from paceline.durations import Timeout, to_seconds, whole_number
 from paceline.errors import short_repr
 from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
@@ -452,7 +452,7 @@ def require_elastic(
         raise ValueError(
             "elastic=True excludes init_method, store, world_size and rank, because the launcher determines the members"
         )
-    if "PACELINE_ELASTIC_FD" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if "PACELINE_ELASTIC_FD" not in os.environ and (whole_number(os.environ.get("WORLD_SIZE", "")) or 1) > 1:
         raise ValueError(
             f"rank {os.environ.get('RANK', '?')}: elastic=True in a job of {os.environ['WORLD_SIZE']} ranks whose "
             "launcher is not elastic; start it with `paceline run --elastic`"

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 
 from paceline.comm.security.handshake import HELLO_BYTES, PeerGoneError, is_hello
 from paceline.comm.security.secret import is_loopback
-from paceline.durations import socket_timeout_s
+from paceline.durations import socket_timeout_s, whole_number
 
 DEFAULT_ROUTE_TARGETS = ("192.0.2.1", "2001:db8::1")
 """Addresses reserved for documentation (RFC 5737, RFC 3849): no machine has them, so packets take the default route."""
@@ -72,9 +72,10 @@ def chosen_port(environment: Mapping[str, str] = os.environ) -> int | None:
     text = environment.get(PORT_VARIABLE)
     if not text:
         return None
-    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(_LARGEST)) or not 1 <= int(text) <= _LARGEST:
+    port = whole_number(text, least=1, most=_LARGEST)
+    if port is None:
         raise ValueError(f"{PORT_VARIABLE} is {text[:100]!r}; it must be a port from 1 to {_LARGEST}")
-    return int(text)
+    return port
 
 
 def choose_port(port: int) -> None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from paceline.comm.security.secret import job_secret
 from paceline.comm.store.remote_store import connect_unix
 from paceline.comm.store.store import Store
+from paceline.durations import whole_number
 
 STORE = "PACELINE_STORE"  # the launcher's store
 TORCH_STORE = "PACELINE_TORCH_STORE"  # host:port of the launcher's store for torch.distributed
@@ -74,10 +75,11 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
     host, _, port = place.rpartition(":")
     if kind == "unix":
         return connect_unix(place, job_secret(), timeout)
-    if kind == "tcp" and host and port.isdecimal():
+    number = whole_number(port, most=65535)
+    if kind == "tcp" and host and number is not None:
         from paceline.comm.store.tcp_store import TCPStore
 
-        return TCPStore(host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False)
+        return TCPStore(host.strip("[]"), number, timeout=timeout, wait_for_workers=False)
     raise ValueError(f"{STORE} is {served!r}; it must be unix:PATH or tcp:HOST:PORT, as `paceline run` sets it")
 
 
@@ -104,10 +106,12 @@ def _is_without_launcher() -> bool:
 
 def _number(variable: str, argument: str) -> int:
     value = _variable(variable, f", or pass {argument}= to init_process_group")
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"the environment variable {variable} is {value!r}; it must be a whole number") from None
+    number = whole_number(value.strip())
+    if number is None:
+        raise ValueError(
+            f"the environment variable {variable} is {value[:100]!r}; it must be a whole number of at least 0"
+        )
+    return number
 
 
 def _variable(name: str, otherwise: str = "") -> str:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from zlib import crc32
 
+from paceline.durations import whole_number
+
 _SLURM, _OPEN_MPI, _PMI = "Slurm", "Open MPI", "MPI (PMI)"
 _PORTS = range(20000, 30000)  # below the ports that Linux assigns to connecting sockets
 
@@ -91,20 +93,20 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     hosts = env.get("SLURM_STEP_NODELIST")
     if hosts is None or "MPI_LOCALNRANKS" in env or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
         return None
-    rank, tasks = int(env["SLURM_PROCID"]), int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"]))
+    rank, tasks = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS"))
     if rank >= tasks:
         raise ValueError(
             f"this is task {rank} of {tasks} by SLURM_PROCID and SLURM_STEP_NUM_TASKS, so the step spans several "
             "components of a heterogeneous job, which cannot see each other; start it with `env -u SLURM_PROCID "
             "paceline run` and pass --nnodes, --node-rank and --master-addr"
         )
-    nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", tasks)))
+    nodes = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", tasks))
     port = port_of(env.get("SLURM_JOB_ID", "") + env.get("SLURM_STEP_ID", ""))
     address = expand_hostlist(hosts)[0]
     job = "-".join(env.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
     slot = (0, 1)
     if tasks > nodes:
-        slot = (int(env.get("SLURM_LOCALID", 0)), tasks_of_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), env))
+        slot = (_number(env, "SLURM_LOCALID", 0), tasks_of_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), env))
     return Scheduler(_SLURM, rank, tasks, address, port, slot, job)
 
 
@@ -115,8 +117,8 @@ def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match:
             counts += [int(match[1])] * int(match[2] or 1)
-    node = int(env.get("SLURM_NODEID", 0))
-    return counts[node] if node < len(counts) else int(env.get("SLURM_NTASKS_PER_NODE", 1))
+    node = _number(env, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else _number(env, "SLURM_NTASKS_PER_NODE", 1)
 
 
 def expand_hostlist(text: str) -> list[str]:
@@ -146,8 +148,8 @@ def _expand(text: str) -> list[str]:
 def _open_mpi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     if not {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"} <= env.keys():
         return None
-    rank, size = int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"])
-    slot = (int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)))
+    rank, size = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
+    slot = (_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1))
     job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
     address = "127.0.0.1" if slot[1] == size else env.get("MASTER_ADDR") or _head_of_mpirun(env)
     return Scheduler(_OPEN_MPI, rank, size, address, _given_port(env) or port_of(job), slot, job)
@@ -165,8 +167,8 @@ def _head_of_mpirun(env: Mapping[str, str]) -> str | None:
 def _pmi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     if not {"PMI_RANK", "PMI_SIZE"} <= env.keys():
         return None
-    rank, size = int(env["PMI_RANK"]), int(env["PMI_SIZE"])
-    slot = (int(env.get("MPI_LOCALRANKID", 0)), int(env.get("MPI_LOCALNRANKS", 1)))
+    rank, size = _number(env, "PMI_RANK"), _number(env, "PMI_SIZE")
+    slot = (_number(env, "MPI_LOCALRANKID", 0), _number(env, "MPI_LOCALNRANKS", 1))
     address = "127.0.0.1" if slot[1] == size else env.get("MASTER_ADDR")
     port = _given_port(env) or port_of("pmi")
     return Scheduler(_PMI, rank, size, address, port, slot)
@@ -176,28 +178,40 @@ def _kubernetes(env: Mapping[str, str], host_name: Callable[[], str]) -> Schedul
     """Detects an indexed Job (pods named JOB-INDEX) or a JobSet (pods named SET-NAME-JOB-INDEX); indices begin at 0."""
     if "JOB_COMPLETION_INDEX" not in env or "KUBERNETES_SERVICE_HOST" not in env:
         return None
-    index = int(env["JOB_COMPLETION_INDEX"])
+    index = _number(env, "JOB_COMPLETION_INDEX")
     name, _, domain = host_name().partition(".")
     stem = name.removesuffix(f"-{index}")
     first = None if stem == name else f"{stem}-0" + (f".{domain}" if domain else "")
-    count = env.get("PACELINE_NODES")
+    count = _number(env, "PACELINE_NODES") if env.get("PACELINE_NODES") else None
     name = "Kubernetes (JobSet)" if "JOBSET_NAME" in env else "Kubernetes"
-    return Scheduler(
-        name, index, int(count) if count else None, env.get("MASTER_ADDR", first), _given_port(env) or 29500
-    )
+    return Scheduler(name, index, count, env.get("MASTER_ADDR", first), _given_port(env) or 29500)
 
 
 def _ray(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     if not {"RAY_JOB_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
         return None
-    slot = (int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1)))
-    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    slot = (_number(env, "LOCAL_RANK", 0), _number(env, "LOCAL_WORLD_SIZE", 1))
+    rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     return Scheduler("Ray", rank, size, env["MASTER_ADDR"], _given_port(env), slot)
 
 
 def _given_port(env: Mapping[str, str]) -> int | None:
-    port = env.get("MASTER_PORT", "")
-    return int(port) if port.isdecimal() else None
+    return _number(env, "MASTER_PORT", most=65535) if env.get("MASTER_PORT") else None
+
+
+def _number(env: Mapping[str, str], name: str, otherwise: int | None = None, most: int | None = None) -> int:
+    """Returns the value of a variable, or `otherwise` if it is not set.
+
+    Raises:
+        ValueError: the value is not a number, or is larger than `most`.
+    """
+    if otherwise is not None and name not in env:
+        return otherwise
+    number = whole_number(env[name].strip())
+    if number is None or (most is not None and number > most):
+        kind = "of at least 0" if most is None else f"from 0 to {most}"
+        raise ValueError(f"the environment variable {name} is {env[name][:100]!r}; it must be a whole number {kind}")
+    return number
 
 
 def port_of(job: str) -> int:

@@ -21,6 +21,7 @@ from paceline.comm.security.own_files import own_directory
 from paceline.comm.store.file_store import FileStore
 from paceline.comm.store.store import Store
 from paceline.comm.store.tcp_store import PortInUseError, TCPStore
+from paceline.durations import whole_number
 from paceline.errors import PacelineError
 from paceline.linux import process_fields
 
@@ -141,10 +142,10 @@ def rank_and_world_size_in_url(url: str, rank: int, world_size: int) -> tuple[in
 
 
 def _whole(value: str, name: str, split: SplitResult) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{name} in {split.geturl()!r} is {value!r}; it must be a whole number") from None
+    number = whole_number(value)
+    if number is None:
+        raise ValueError(f"{name} in {split.geturl()!r} is {value!r}; it must be a whole number of at least 0")
+    return number
 
 
 def open_store_at_url(url: str, rank: int, world_size: int, timeout: timedelta) -> Store:

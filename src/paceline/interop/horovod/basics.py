@@ -15,6 +15,7 @@ from paceline.comm.group.default import is_initialized as group_exists
 from paceline.comm.group.init import destroy_process_group, init_process_group, new_group
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.store.store import HashStore
+from paceline.durations import whole_number
 from paceline.interop.horovod.call_queue import CallQueue
 from paceline.operate.launch.spawn import spawn
 
@@ -109,7 +110,8 @@ def is_homogeneous() -> bool:
 def _of_launcher(variable: str, otherwise: int) -> int:
     """Returns the value of the launcher's variable, or `otherwise` if it is not set or belongs to an outer job."""
     is_of_this_job = os.environ.get("WORLD_SIZE") == str(size()) and os.environ.get("RANK") == str(rank())
-    return int(os.environ[variable]) if is_of_this_job and variable in os.environ else otherwise
+    number = whole_number(os.environ.get(variable, "")) if is_of_this_job else None
+    return otherwise if number is None else number
 
 
 def _on_my_host() -> list[int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
+from paceline.durations import whole_number
 from paceline.operate.launch.option_types import OptionError
 
 CHAOS_KINDS = ("kill", "stop", "cut")
@@ -43,8 +44,8 @@ class Chaos:
         """
         seed, intervals_s = 0, {}
         for part in filter(None, (part.strip() for part in text.split(","))):
-            if part.startswith("seed=") and part.removeprefix("seed=").isdecimal():
-                seed = int(part.removeprefix("seed="))
+            if part.startswith("seed=") and (number := whole_number(part.removeprefix("seed="))) is not None:
+                seed = number
                 continue
             kind, _, interval = part.partition(":")
             if kind not in CHAOS_KINDS:

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from paceline.comm.security.secret import LEVELS
@@ -30,6 +31,7 @@ from paceline.operate.launch.option_types import (
     parse_settings,
     parse_signals,
     parse_streams,
+    parse_switch,
     parse_words,
     parse_workers,
     refuse_logs_specs,
@@ -323,6 +325,34 @@ def _spellings() -> list[str]:
     return [spelling for flag in FLAGS for spelling in flag.spellings]
 
 
+class VariableText(str):
+    """The value of a PET_* variable, which errors mention by its name."""
+
+    name: str
+
+    @classmethod
+    def of(cls, flag: Flag, environment: Mapping[str, str]) -> VariableText | None:
+        """Returns the value of a flag's variable, or None if the variable is not set."""
+        name = f"PET_{flag.dest.upper()}"
+        if name not in environment:
+            return None
+        text = cls(environment[name])
+        text.name = name
+        return text
+
+
+def _value(parse: Callable[[str], object], choices: Sequence[str] | None, text: str) -> object:
+    """Parses a value of the command line, or of a variable, which argparse does not compare with the choices."""
+    if not isinstance(text, VariableText):
+        return parse(text)
+    try:
+        if choices is not None and text not in choices:
+            raise argparse.ArgumentTypeError(f"{str(text)!r} is not one of {', '.join(choices)}")
+        return parse(str(text))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error} (the value of the environment variable {text.name})") from None
+
+
 def add_flags(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
     """Adds all flags to a parser, with defaults from PET_* variables."""
     groups = {
@@ -330,16 +360,17 @@ def add_flags(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -
         True: parser.add_argument_group("Paceline's own flags"),
     }
     for flag in FLAGS:
-        given = environment.get(f"PET_{flag.dest.upper()}") if flag.variable else None
+        given = VariableText.of(flag, environment) if flag.variable else None
         group = groups[flag.ours]
         if flag.parse is None:
-            group.add_argument(
-                *flag.spellings, action="store_true", default=given not in (None, "", "0"), help=flag.help
+            switch = group.add_argument(
+                *flag.spellings, action="store_true", default=False if given is None else given, help=flag.help
             )
+            switch.type = partial(_value, parse_switch, None)  # argparse converts a default that is text
         else:
             group.add_argument(
                 *flag.spellings,
-                type=flag.parse,
+                type=partial(_value, flag.parse, flag.choices),
                 default=flag.default if given is None else given,
                 metavar=flag.metavar,
                 choices=flag.choices,

@@ -8,26 +8,30 @@ import re
 import secrets
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from string import Template
+from typing import TypeVar
 
 from paceline.comm.one_port.dialer import chosen_port
 from paceline.comm.rendezvous.schedulers import Scheduler, detect
+from paceline.durations import whole_number
 from paceline.operate.launch.elastic_options import ElasticOptions, elastic_of
-from paceline.operate.launch.option_types import OptionError, Streams, StreamsOfRanks, parse_seconds
+from paceline.operate.launch.option_types import OptionError, Streams, StreamsOfRanks, parse_seconds, parse_switch
 from paceline.operate.launch.workers.cleanup import MARK
 
 _MOST_WORKERS = 1 << 15  # Linux has no more process ids by default
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's default
 _TORCHRUNS_PORT = 29500
+_SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # as in torchrun
 _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # as in torchrun
 _TIMEOUTS = {"join_timeout", "timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "return_timeout"}
 _SETTINGS = _TIMEOUTS | {"is_host"}
 _IGNORED_SETTINGS = {"read_timeout", "keep_alive_interval", "keep_alive_max_attempt", "store_type", "rank"}
+_Parsed = TypeVar("_Parsed")
 
 
 class CommandKind(Enum):
@@ -183,7 +187,16 @@ def shutdown_timeout_s(options: argparse.Namespace, environment: Mapping[str, st
     """Returns the time between the shutdown request and SIGKILL, in seconds."""
     if options.shutdown_timeout is not None:
         return float(options.shutdown_timeout)
-    return parse_seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
+    given = environment.get(_SHUTDOWN_VARIABLE)
+    return _parsed(parse_seconds, given, _SHUTDOWN_VARIABLE) if given else _SHUTDOWN_TIMEOUT_S
+
+
+def _parsed(parse: Callable[[str], _Parsed], text: str, name: str) -> _Parsed:
+    """Parses a value that is not the value of a flag of its own."""
+    try:
+        return parse(text)
+    except argparse.ArgumentTypeError as error:
+        raise OptionError(f"{name}: {error}") from None
 
 
 def _kind(options: argparse.Namespace) -> CommandKind:
@@ -250,13 +263,10 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
     elif options.elastic and serves is None and not options.rdzv_endpoint and node_rank is not None:
         serves = node_rank == 0
     if "is_host" in conf:
-        serves = conf["is_host"].lower() in ("1", "true", "yes", "t", "y")
+        serves = _parsed(parse_switch, conf["is_host"], "--rdzv-conf is_host")
 
     def time_s(name: str, otherwise: float) -> float:
-        try:
-            return parse_seconds(conf[name]) if name in conf else otherwise
-        except argparse.ArgumentTypeError as error:
-            raise OptionError(f"--rdzv-conf {name}: {error}") from None
+        return _parsed(parse_seconds, conf[name], f"--rdzv-conf {name}") if name in conf else otherwise
 
     return RendezvousOptions(
         min_nodes=least,
@@ -306,11 +316,12 @@ def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
         port = port.removeprefix(":")
     else:
         host, _, port = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
-    if not host or (port and (not port.isdecimal() or int(port) > 65535)):
+    number = whole_number(port, most=65535) if port else otherwise
+    if not host or number is None:
         raise OptionError(
             f"--rdzv-endpoint {text!r} is not HOST:PORT; enclose an IPv6 address in brackets: [fd00::1]:29400"
         )
-    return host, int(port) if port else otherwise
+    return host, number
 
 
 def _output(options: argparse.Namespace, environment: Mapping[str, str]) -> OutputOptions:

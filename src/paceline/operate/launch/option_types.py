@@ -6,10 +6,12 @@ import signal
 from argparse import ArgumentTypeError
 from enum import IntFlag
 
+from paceline.durations import whole_number
 from paceline.operate.launch.workers.environment import allowed_cores
 from paceline.operate.launch.workers.placement import count_gpus
 
 _SERVED_BY_US = ("c10d", "paceline")
+_ON, _OFF = ("true", "t", "yes", "y"), ("", "false", "f", "no", "n")
 
 
 class OptionError(ValueError):
@@ -40,39 +42,53 @@ def parse_workers(text: str) -> int:
         return gpus or (allowed_cores() if text == "auto" else 0)
     if text == "cpu":
         return allowed_cores()
-    if not text.isdecimal() or int(text) < 1:
+    number = whole_number(text, least=1)
+    if number is None:
         raise ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor auto, gpu or cpu")
-    return int(text)
+    return number
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
     """Parses a number of machines: `N` or `MIN:MAX`."""
-    least, _, most = text.partition(":")
-    most = most if ":" in text else least
-    if not (least.isdecimal() and most.isdecimal()) or not 1 <= int(least) <= int(most):
+    first, _, last = text.partition(":")
+    least = whole_number(first, least=1)
+    most = whole_number(last) if ":" in text else least
+    if least is None or most is None or least > most:
         raise ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor MIN:MAX with MIN at most MAX")
-    return int(least), int(most)
+    return least, most
 
 
 def parse_from_0(text: str) -> int:
     """Parses an integer that is at least 0."""
-    if not text.isdecimal():
+    number = whole_number(text)
+    if number is None:
         raise ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return int(text)
+    return number
 
 
 def parse_from_1(text: str) -> int:
     """Parses an integer that is at least 1."""
-    if not text.isdecimal() or int(text) < 1:
+    number = whole_number(text, least=1)
+    if number is None:
         raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
+    return number
 
 
 def parse_port(text: str) -> int:
     """Parses a TCP port."""
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+    number = whole_number(text, least=1, most=65535)
+    if number is None:
         raise ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
-    return int(text)
+    return number
+
+
+def parse_switch(text: str) -> bool:
+    """Parses the value of a switch: a number as in torchrun's variables, or a word as in its `--rdzv-conf`."""
+    word = text.strip().lower()
+    number = whole_number(word)
+    if number is None and word not in (*_ON, *_OFF):
+        raise ArgumentTypeError(f"{text!r} is neither 1 (on) nor 0 (off)")
+    return bool(number) if number is not None else word in _ON
 
 
 def parse_seconds(text: str) -> float:
@@ -125,40 +141,33 @@ def parse_rank_or_none(text: str) -> int | None:
     """Parses a rank or `none`."""
     if text == "none":
         return None
-    if not text.isdecimal():
+    number = whole_number(text)
+    if number is None:
         raise ArgumentTypeError(f"{text!r} is neither a rank nor none")
-    return int(text)
+    return number
 
 
 def parse_streams(text: str) -> StreamsOfRanks:
     """Parses the streams of all ranks, such as `3`, or the streams of each local rank, such as `0:1,1:2`."""
-    try:
-        if ":" not in text:
-            return {None: Streams(int(text))} if 0 <= int(text) <= 3 else _not_streams(text)
-        chosen: StreamsOfRanks = {}
-        for part in text.split(","):
-            rank, _, number = part.partition(":")
-            if not 0 <= int(number) <= 3 or int(rank) < 0:
-                _not_streams(text)
-            chosen[int(rank)] = Streams(int(number))
-        return chosen
-    except ValueError:
-        return _not_streams(text)
-
-
-def _not_streams(text: str) -> StreamsOfRanks:
-    raise ArgumentTypeError(
-        f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both), nor a list of these by local rank, as in "
-        "0:1,1:2"
-    )
+    chosen: StreamsOfRanks = {}
+    for part in text.split(",") if ":" in text else [text]:
+        name, colon, number = part.rpartition(":")
+        rank, streams = whole_number(name.strip()), whole_number(number.strip(), most=Streams.BOTH)
+        if streams is None or (colon and rank is None):
+            raise ArgumentTypeError(
+                f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both), nor a list of these by local rank, "
+                "as in 0:1,1:2"
+            )
+        chosen[rank] = Streams(streams)
+    return chosen
 
 
 def parse_ranks(text: str) -> frozenset[int]:
     """Parses a list of local ranks; an empty list stands for all ranks."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() for word in words):
+    ranks = [whole_number(word.strip()) for word in text.split(",") if word.strip()]
+    if None in ranks:
         raise ArgumentTypeError(f"{text!r} is not a list of local ranks, as in 0,1,2")
-    return frozenset(map(int, words))
+    return frozenset(rank for rank in ranks if rank is not None)
 
 
 def parse_words(text: str) -> tuple[str, ...]:

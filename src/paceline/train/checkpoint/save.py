@@ -21,6 +21,7 @@ import torch
 from paceline import _core
 from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, accelerator_in_use, record_current
 from paceline.comm.group.process_group import ProcessGroup
+from paceline.durations import whole_number
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.captured_state import TrainingState
 from paceline.train.checkpoint.format.local_storage import ALIGNMENT
@@ -425,7 +426,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, LocalRegion]]) -> list[torch.d
 
 def _cores_to_spare() -> int:
     """Returns this rank's share of the usable cores. The ranks on a host have equal shares."""
-    return _core.usable_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return _core.usable_cores() // (whole_number(os.environ.get("LOCAL_WORLD_SIZE", ""), least=1) or 1)
 
 
 class Background:

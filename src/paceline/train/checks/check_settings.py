@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from paceline.durations import whole_number
+
 VARIABLE = "PACELINE_CHECKS"
 
 
@@ -52,8 +54,8 @@ def parse_checks(text: str) -> Checks:
     """
     if text in ("on", "off"):
         return Checks(text == "on")
-    if text.isascii() and text.isdecimal() and int(text) > 0:
-        return Checks(True, int(text))
+    if (steps := whole_number(text, least=1)) is not None:
+        return Checks(True, steps)
     raise ValueError(
         f"{VARIABLE} is {text!r}; it must be on, off, or the number of steps from one comparison of the replicas to "
         "the next"

@@ -54,9 +54,10 @@ def test_a_store_needs_rank_and_world_size(world_size: int, rank: int) -> None:
         rendezvous(None, HashStore(), world_size, rank, 1)
 
 
-def test_numbers_in_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "first")
-    with pytest.raises(ValueError, match="RANK is 'first'; it must be a whole number"):
+@pytest.mark.parametrize("value", ["first", "\u0663", "-1"])
+def test_numbers_in_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("RANK", value)
+    with pytest.raises(ValueError, match=f"RANK is '{value}'; it must be a whole number of at least 0"):
         rendezvous("env://", None, 1, -1, 1)
 
 

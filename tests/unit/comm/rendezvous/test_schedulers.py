@@ -117,6 +117,19 @@ def test_ray_train():
     assert (found.address, found.port, found.slot) == ("10.1.0.5", 41234, (0, 2))
 
 
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_PROCID", "SLURM_NNODES"])
+@pytest.mark.parametrize("value", ["many", "", "\u0663"])
+def test_a_wrong_number_is_named_with_its_variable(name, value):
+    with pytest.raises(ValueError, match=f"environment variable {name} is '{value}'; it must be a whole number"):
+        detect({**SLURM, name: value})
+
+
+def test_a_wrong_port_is_named_with_its_variable():
+    for value in ("x", "70000"):
+        with pytest.raises(ValueError, match=f"MASTER_PORT is '{value}'; it must be a whole number from 0 to 65535"):
+            detect({**OPEN_MPI, "MASTER_PORT": value})
+
+
 def test_nothing_is_nothing():
     assert detect({}) is None
     assert detect({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}) is None

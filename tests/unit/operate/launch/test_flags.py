@@ -173,6 +173,8 @@ def test_torchruns_flags_are_all_there():
         (["--elastic", "--nproc-per-node", "2", "--chaos", "cut:2s"], "--chaos cut needs several machines"),
         (["--elastic", "--chaos", "kill:2s"], "--chaos needs at least two workers"),
         (["--rdzv-conf", "speed=1"], "unknown settings: speed"),
+        (["--nnodes=2", "--rdzv-endpoint", "h0", "--rdzv-conf", "is_host=maybe"], "--rdzv-conf is_host: 'maybe'"),
+        (["--nnodes=2", "--rdzv-endpoint", "h0:\u0663"], "is not HOST:PORT"),
         (["--nnodes=2", "--rdzv-endpoint", "h0:port"], "is not HOST:PORT"),
         (
             ["--nnodes=2", "--rdzv-endpoint", "h0:29400,h1:29400"],
@@ -255,6 +257,8 @@ def test_the_flag_for_the_time_to_end_precedes_the_variable():
     assert job().shutdown_timeout_s == 30.0
     assert job(environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "12"}).shutdown_timeout_s == 12.0
     assert job("--shutdown-timeout=3").shutdown_timeout_s == 3.0
+    with pytest.raises(OptionError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT: 'soon' is not a number of seconds"):
+        job(environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "soon"})
 
 
 def test_a_log_directory_asks_for_logs():

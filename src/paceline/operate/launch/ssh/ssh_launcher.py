@@ -25,6 +25,7 @@ from pathlib import Path
 
 from paceline import __version__
 from paceline.comm.security.secret import chosen_level, job_secret
+from paceline.durations import whole_number
 from paceline.operate.launch.job import shutdown_timeout_s
 from paceline.operate.launch.option_types import OptionError
 from paceline.operate.launch.ssh.protocol import (
@@ -48,7 +49,7 @@ from paceline.operate.launch.workers.job_control import Signals
 from paceline.operate.launch.workers.output import Console, LinePrefixer, Write, prefix, wants_colors
 
 _NAME = re.compile(
-    r"(?:(?P<user>[\w.+-]+)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::(?P<slots>\d+))?"
+    r"(?:(?P<user>[\w.+-]+)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::(?P<slots>[0-9]+))?"
 )
 _COUNTS = ("slots", "cpu", "count")
 _USERS = ("user", "username")
@@ -466,8 +467,8 @@ def _host_of_line(words: list[str], where: str) -> Host:
     user, slots = host.user, host.slots
     for word in words[1:]:
         key, equals, value = word.partition("=")
-        if equals and key in _COUNTS and value.isdecimal() and int(value):
-            slots = int(value)
+        if equals and key in _COUNTS and (count := whole_number(value, least=1)) is not None:
+            slots = count
         elif equals and key in _USERS and re.fullmatch(r"[\w.+-]+", value):
             user = value
         elif not equals or key not in _IGNORED:

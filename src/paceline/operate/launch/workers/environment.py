@@ -21,6 +21,7 @@ from paceline.comm.one_port.dialer import PORT_VARIABLE as PORT
 from paceline.comm.record.recorder import HANDED_VARIABLE as RECORD_FD
 from paceline.comm.rendezvous.environment import STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
+from paceline.durations import whole_number
 
 COMPAT_VARIABLE = "PACELINE_COMPAT"  # list of libraries; read by the plug-in at the end of `import torch`
 _LIBRARIES = ("torch", "horovod")
@@ -225,7 +226,7 @@ def _failpoints(text: str) -> None:
 
 
 def _nodes(text: str) -> None:
-    if not (text.isascii() and text.isdecimal()) or not 1 <= len(text) <= _MOST_DIGITS or int(text) < 1:
+    if whole_number(text, least=1) is None:
         raise ValueError(f"PACELINE_NODES is {text[:100]!r}; it must be the number of pods")
 
 
@@ -233,7 +234,6 @@ def _any(_: str) -> None:
     pass
 
 
-_MOST_DIGITS = 9
 _CHECKS: Mapping[str, Callable[[str], None]] = {
     "PACELINE_ALGORITHM": _algorithm,
     "PACELINE_CHECKS": _checks,

@@ -80,7 +80,7 @@ HOSTILE = {
         '{"nodes": {"-1": "1gbit"}}', '{"nodes": {"%s": "1gbit"}}' % ("9" * 5000), '{"pairs": {"0-0": "1gbit"}}',
         '{"pairs": {"0": "1gbit"}}', '{"groups": {"r": [["a"], "1gbit"]}}', '{"node": "1e999gbit"}', "[" * 3000,
     ],
-    "PACELINE_STREAMS": ["0", "-1", "1.5", "9" * 5000],
+    "PACELINE_STREAMS": ["0", "-1", "1.5", "\u0663", "9" * 5000],
     "PACELINE_PORT": ["-1", "\u0663\u0663", "9" * 5000],
     "PACELINE_NODES": ["0", "-1", "x", "9" * 5000],
     "PACELINE_FAILPOINTS": ["x", "0:batch.begun@1=x", "0:nowhere@1=kill"],
