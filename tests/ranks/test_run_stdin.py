@@ -14,8 +14,10 @@ from terminal import Terminal
 READS = "import os, sys; print(os.environ['RANK'], 'read', repr(sys.stdin.read()))"
 
 
-def piped(*arguments: str, given: str = "typed") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), input=given, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+def piped(*arguments: str, given: str = "typed", cwd: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), input=given, capture_output=True, text=True, timeout=60, env=ENVIRONMENT, cwd=cwd
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,26 @@ def piped(*arguments: str, given: str = "typed") -> subprocess.CompletedProcess[
 def test_one_rank_reads_the_launchers_stdin(script, flags, read):
     done = piped("--nproc-per-node=2", *flags, script(READS))
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] {rank} read {read[rank]!r}" for rank in range(2)]
+
+
+RUNS = """
+import os, sys, words
+print(os.environ["RANK"], sys.argv, __name__, "__file__" in globals(), words.GREETING, repr(sys.stdin.read()))
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise ValueError("it")
+"""
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_every_worker_runs_a_script_that_is_read_from_stdin(tmp_path, name, method):
+    (tmp_path / "words.py").write_text("GREETING = 'hello'")
+    words = ("--nproc-per-node=2", "--max-restarts=1", f"--start-method={method}", name, "--lr", "1")
+    done = piped(*words, given=RUNS, cwd=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    after_restart = [f"[rank {rank}] {rank} {[name, '--lr', '1']} __main__ False hello ''" for rank in range(2)]
+    assert set(after_restart) <= set(done.stdout.splitlines())
+    assert '"<stdin>", line 5' in done.stderr and "ValueError: it" in done.stderr
 
 
 def test_a_program_that_is_no_python_reads_it_too():

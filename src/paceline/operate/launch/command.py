@@ -89,6 +89,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     from paceline.operate.launch.worker_group_launcher import run as run_job
 
+    job = _with_text(job)
     if not options.print_token:
         return run_job(job)
     job, listener, secret, token = _token(job)
@@ -151,7 +152,7 @@ def _words(options: argparse.Namespace) -> list[str]:
 
 
 def _join(options: argparse.Namespace) -> int:
-    from paceline.operate.launch.job import job_of
+    from paceline.operate.launch.job import CommandKind, job_of
     from paceline.operate.launch.option_types import OptionError
     from paceline.operate.launch.shared_secret import JoinToken, read_token
     from paceline.operate.launch.worker_group_launcher import run as run_job
@@ -175,8 +176,33 @@ def _join(options: argparse.Namespace) -> int:
     options.rdzv_conf = {**options.rdzv_conf, "is_host": "0"}
     options.nnodes = (2, 2)  # any number above 1; the machine that hosts the rendezvous determines the actual number
     job = job_of(options)
+    if options.token == "-" and job.command.kind is CommandKind.STDIN:
+        raise OptionError(f"the token is read from stdin, so the script {options.script} cannot be; pass a file")
     _check_settings(options, job)
-    return run_job(job, secret=token.secret)
+    return run_job(_with_text(job), secret=token.secret)
+
+
+def _with_text(job: Job) -> Job:
+    """Reads the script from stdin if the job's script is `-`, because only one worker could read it.
+
+    Raises:
+        OptionError: stdin is a terminal.
+    """
+    from dataclasses import replace
+
+    from paceline.linux import memfd_create
+    from paceline.operate.launch.job import CommandKind
+    from paceline.operate.launch.option_types import OptionError
+
+    if job.command.kind is not CommandKind.STDIN:
+        return job
+    name = job.command.argv[0]
+    if sys.stdin is None or sys.stdin.isatty():
+        raise OptionError(f"{name} is stdin, from which no script can be read here; pass a file: {name} < SCRIPT")
+    file = memfd_create("paceline-script")  # open until the launcher exits; workers that restart read it again
+    with open(file, "wb", closefd=False) as copy:
+        copy.write(sys.stdin.buffer.read())
+    return replace(job, command=replace(job.command, text_file=f"/proc/{os.getpid()}/fd/{file}"))
 
 
 def _check_settings(options: argparse.Namespace, job: Job) -> None:

@@ -22,6 +22,9 @@ from paceline.operate.launch.elastic_options import ElasticOptions, elastic_of
 from paceline.operate.launch.option_types import OptionError, Streams, StreamsOfRanks, parse_seconds, parse_switch
 from paceline.operate.launch.workers.cleanup import MARK
 
+STDIN = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+"""Names of a script that is read from the launcher's stdin."""
+
 _MOST_WORKERS = 1 << 15  # Linux has no more process ids by default
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's default
@@ -41,6 +44,7 @@ class CommandKind(Enum):
     MODULE = "module"
     PROGRAM = "program"
     PATH = "path"
+    STDIN = "stdin"  # a script from the launcher's stdin
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Command:
     argv: tuple[str, ...]  # script, module or program, followed by its arguments
     kind: CommandKind = CommandKind.SCRIPT
     passes_local_rank: bool = False  # whether to insert --local_rank=N before the arguments
+    text_file: str | None = None  # the file with the text of a script that the launcher has read from its stdin
 
 
 @dataclass(frozen=True)
@@ -207,16 +212,17 @@ def _kind(options: argparse.Namespace) -> CommandKind:
     kind = CommandKind.MODULE if options.module else CommandKind.PROGRAM if options.no_python else CommandKind.SCRIPT
     if kind in (CommandKind.SCRIPT, CommandKind.MODULE) and not os.path.isabs(options.script):
         _check_directory()
+    if kind is CommandKind.SCRIPT and options.script in STDIN:
+        return CommandKind.STDIN
     path = Path(options.script)
     if kind is CommandKind.SCRIPT and path.is_dir():
         if not any((path / name).is_file() for name in ("__main__.py", "__main__.pyc")):
             raise OptionError(f"{options.script} is a directory without __main__.py; pass the path of a script")
     elif kind is CommandKind.SCRIPT and not path.is_file():
-        if options.script == "-" or path.is_fifo() or path.is_char_device():
-            what = "is stdin" if options.script == "-" else "is not a regular file"
+        if path.is_fifo() or path.is_char_device():
             raise OptionError(
-                f"{options.script} {what}, from which only one worker could read the script; write the script to a "
-                "file and pass its path"
+                f"{options.script} is not a regular file, from which only one worker could read the script; write the "
+                "script to a file and pass its path, or pass - and the script as stdin"
             )
         what = "is not a file" if path.exists() else "does not exist"
         raise OptionError(f"{options.script} {what}; pass the path of a script, or -m and the name of a module")

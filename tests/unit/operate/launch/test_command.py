@@ -30,6 +30,19 @@ def test_a_script_that_is_not_there_is_named(capsys):
 
 def test_a_script_that_one_worker_would_read_is_refused(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
-    for script, what in (("-", "- is stdin"), (str(tmp_path / "pipe"), "pipe is not a regular file")):
-        assert main(["run", script]) == 2
-        assert f"{what}, from which only one worker could read the script" in capsys.readouterr().err
+    assert main(["run", str(tmp_path / "pipe")]) == 2
+    said = capsys.readouterr().err
+    assert "pipe is not a regular file, from which only one worker could read the script" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["run", "--hosts", "a,b", "-"], "- is stdin, from which the other machines cannot read the script"),
+        (["run", "-"], "- is stdin, from which no script can be read here; pass a file: - < SCRIPT"),
+    ],
+)
+def test_a_script_that_cannot_be_read_from_stdin_is_refused(words, complaint, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)  # as for a terminal
+    assert main(words) == 2
+    assert complaint in capsys.readouterr().err

@@ -26,7 +26,7 @@ from pathlib import Path
 from paceline import __version__
 from paceline.comm.security.secret import chosen_level, job_secret
 from paceline.durations import whole_number
-from paceline.operate.launch.job import shutdown_timeout_s
+from paceline.operate.launch.job import STDIN, shutdown_timeout_s
 from paceline.operate.launch.option_types import OptionError
 from paceline.operate.launch.ssh.protocol import (
     FromLauncher,
@@ -127,6 +127,11 @@ def _reject_contradictions(options: argparse.Namespace) -> None:
     if given := [name for name, is_given in others.items() if is_given]:
         raise OptionError(
             f"{' and '.join(given)}: with --hosts the machines and their numbers are known; leave {given[0]} out"
+        )
+    if options.script in STDIN and not (options.module or options.no_python or options.run_path):
+        raise OptionError(
+            f"{options.script} is stdin, from which the other machines cannot read the script; write the script to a "
+            "file that all machines have"
         )
 
 

@@ -1,4 +1,4 @@
-"""Entry program for each worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec] SCRIPT ARGS...`.
+"""Entry program for each worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec|--text FILE] SCRIPT ARGS...`.
 
 The program runs the script like `python SCRIPT`, and announces an uncaught exception to the launcher. If the launcher
 dies, the worker is killed as well. To keep the startup of workers fast, nothing is imported from the package.
@@ -24,6 +24,7 @@ _OWN_NAMES = (
     "_print_uncaught",
     "_record_thread_errors",
     "_record_exit",
+    "_run_code",
     "_run_script",
     "_ExceptionRecorder",
     "_OWN_NAMES",
@@ -86,6 +87,13 @@ def _run_script(rest: list[str]) -> None:
         del sys.path[0]
         runpy.run_path(rest[1], run_name="__main__")
         return
+    if rest[0] == "--text":
+        with open(rest[1], "rb") as file:
+            code = compile(file.read(), "<stdin>", "exec")
+        sys.argv = rest[2:]
+        sys.path[0] = ""  # as for `python -`
+        _run_code(code, {"__doc__": None})
+        return
     sys.argv = rest
     script = rest[0]
     if not os.path.isabs(script):  # keeps __file__ valid after os.chdir, as in Python 3.9 and later
@@ -99,10 +107,15 @@ def _run_script(rest: list[str]) -> None:
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     with open(script, "rb") as file:
         code = _code_of(file.read(), script)
+    _run_code(code, {"__file__": script, "__doc__": None})
+
+
+def _run_code(code: CodeType, names: dict[str, object]) -> None:
+    """Runs code in the module `__main__`, which then contains `names` but no names from this file."""
     namespace = sys.modules["__main__"].__dict__
-    for name in _OWN_NAMES:
+    for name in (*_OWN_NAMES, "__file__"):
         namespace.pop(name, None)
-    namespace["__file__"], namespace["__doc__"] = script, None
+    namespace.update(names)
     exec(code, namespace)
 
 

@@ -105,6 +105,8 @@ def _first_files(command: Command) -> tuple[Path | None, list[Path]]:
         base = root.joinpath(*program.split("."))
         file = next((path for path in (base.with_suffix(".py"), base / "__main__.py") if _is_file(path)), None)
         return root, [] if file is None else [file, *_files_of(root, program)]
+    if command.text_file is not None:
+        return Path(os.getcwd()), [Path(command.text_file)]
     path = Path(program)
     if command.kind is CommandKind.PROGRAM or path.suffix == ".pyc" or not _is_file(path):
         return None, []

@@ -33,6 +33,7 @@ _FLAG = {
     CommandKind.MODULE: ["-m"],
     CommandKind.PATH: ["--path"],
     CommandKind.PROGRAM: ["--exec"],
+    CommandKind.STDIN: ["--text"],
 }
 
 _NO_PIDFDS = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # old kernel, or sandbox without the system call
@@ -47,7 +48,8 @@ def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
     program, *arguments = command.argv
     if command.passes_local_rank:
         arguments = [f"--local_rank={local_rank}", *arguments]
-    return [*_FLAG[command.kind], program, *arguments]
+    text_file = [] if command.text_file is None else [command.text_file]
+    return [*_FLAG[command.kind], *text_file, program, *arguments]
 
 
 @dataclass
