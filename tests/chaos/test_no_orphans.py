@@ -139,10 +139,11 @@ def test_nohup_keeps_a_job_alive(tmp_path):
 LOADER = """
 import os, sys, time
 from torch.utils.data import DataLoader
-loader = iter(DataLoader(list(range(10**6)), num_workers=2))
-next(loader)
-open(sys.argv[1] + os.environ["RANK"], "w").close()
-for _ in loader: time.sleep(0.01)
+if __name__ == "__main__":
+    loader = iter(DataLoader(list(range(10**6)), num_workers=2))
+    next(loader)
+    open(sys.argv[1] + os.environ["RANK"], "w").close()
+    for _ in loader: time.sleep(0.01)
 """
 
 

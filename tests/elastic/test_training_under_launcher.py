@@ -22,6 +22,7 @@ import torch
 from torch import nn
 import paceline as dist
 
+torch.multiprocessing.set_start_method("fork", force=True)  # the other methods would import this script
 dist.init_process_group(elastic=True)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))

@@ -58,8 +58,15 @@ print("met", rendezvous(None, None, -1, -1, 50).world_size)
 LOADER = """
 import paceline
 from torch.utils.data import DataLoader
+if __name__ == "__main__":
+    paceline.init_process_group()
+    print("sum", sum(int(x) for x in DataLoader(range(10), batch_size=None, num_workers=2)))
+"""
+WITHOUT_GUARD = """
+import paceline
+from torch.utils.data import DataLoader
 paceline.init_process_group()
-print("sum", sum(int(x) for x in DataLoader(range(10), batch_size=None, num_workers=2)))
+list(DataLoader(range(10), num_workers=1, multiprocessing_context="spawn"))
 """
 
 
@@ -86,6 +93,13 @@ def test_loader_processes_of_a_worker_are_no_trouble(script):
     ended = forked_launcher.run("--nproc-per-node=2", script(LOADER))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("sum 45") == 2
+
+
+def test_a_script_that_its_loader_processes_run_again_is_named(script):
+    ended = forked_launcher.run("--nproc-per-node=1", script(WITHOUT_GUARD))
+    assert ended.returncode == 1
+    assert "RuntimeError: rank 0: the script runs again in process" in ended.stderr
+    assert 'Put the code that trains in `if __name__ == "__main__":`' in ended.stderr
 
 
 # The outer launcher's guards kill the inner launcher and its guards, so the outer guards must also find the children of

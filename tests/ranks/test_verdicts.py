@@ -55,7 +55,7 @@ for step in range(20):
         if fault == "leave":
             os._exit(0)
         if fault == "loader":
-            for _ in DataLoader(Stuck(), batch_size=2, num_workers=1):
+            for _ in DataLoader(Stuck(), batch_size=2, num_workers=1, multiprocessing_context="fork"):
                 pass
         if fault == "busy":
             evaluate()

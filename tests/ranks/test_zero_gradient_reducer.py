@@ -62,7 +62,7 @@ def accumulate(stage: int, set_to_none: bool) -> None:
 
 
 def test_several_backwards_accumulate(ranks):
-    ranks(2)(in_turn, accumulate, itertools.product([1, 2, 3], [True, False]))
+    ranks(2)(in_turn, accumulate, list(itertools.product([1, 2, 3], [True, False])))
 
 
 class Choosy(nn.Module):

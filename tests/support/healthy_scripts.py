@@ -559,7 +559,7 @@ HEALTHY: dict[str, str] = {
             torch.save(model.state_dict(), "model.pt")
     """),
     "keywords in a dict": started("""
-        common = dict(num_workers=2)
+        common = dict(prefetch_factor=2)
         options = {"batch_size": 8, "sampler": DistributedSampler(train_set)}
         options.update(common, pin_memory=True)
         loader = DataLoader(train_set, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import time
@@ -22,7 +23,9 @@ class Journal:
     """Writes each call to a file before it is made; the last line identifies a call that terminated the process."""
 
     def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._file = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 300)  # a call may close any descriptor in NUMBERS
+        os.close(file)
 
     def note(self, text: str) -> None:
         text = f"{time.monotonic():.1f} {text}".replace("\n", " ")

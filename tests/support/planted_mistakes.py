@@ -34,6 +34,19 @@ def started(text: str) -> str:
 RANK_MISTAKES: dict[str, list[str]] = {
     "no-main-guard": [
         script("""
+            import torch.distributed as dist
+            from torch.utils.data import DataLoader
+            from torch.utils.data.distributed import DistributedSampler
+            dist.init_process_group("gloo")
+            data = list(range(100))
+            sampler = DistributedSampler(data)
+            loader = DataLoader(data, 8, sampler=sampler, num_workers=2, multiprocessing_context="spawn")
+            for epoch in range(3):
+                sampler.set_epoch(epoch)
+                for batch in loader:  # !
+                    print(batch)
+        """),
+        script("""
             import torch.multiprocessing as mp
             import torch.distributed as dist
             def work(rank):
@@ -661,7 +674,7 @@ TRAINING_MISTAKES: dict[str, list[str]] = {
             def train(loader):
                 for x, y in loader:
                     model(x).sum().backward()
-            train(DataLoader(FakeData(), 8, num_workers=2))  # !
+            train(DataLoader(FakeData(), 8, num_workers=2, multiprocessing_context="fork"))  # !
         """),
     ],
     "shuffle": [

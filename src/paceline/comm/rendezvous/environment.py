@@ -6,6 +6,7 @@ If these variables are not set, the variables of mpirun or srun are used.
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 
 from paceline.comm.security.secret import job_secret
@@ -24,6 +25,7 @@ def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
 
     Raises:
         ValueError: a variable is missing or is not a whole number.
+        RuntimeError: multiprocessing imports a rank's script in this process; see `check_not_importing`.
     """
     if _is_without_launcher():
         from paceline.comm.rendezvous.shared_store import scheduler_of_process
@@ -31,10 +33,29 @@ def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
         scheduler = scheduler_of_process()
         if scheduler is not None and scheduler.nodes is not None:
             return rank if rank >= 0 else scheduler.node_rank, world_size if world_size >= 0 else scheduler.nodes
-    return (
-        rank if rank >= 0 else _number("RANK", "rank"),
-        world_size if world_size >= 0 else _number("WORLD_SIZE", "world_size"),
-    )
+    if rank < 0:
+        rank = _number("RANK", "rank")
+        check_not_importing(f"rank {rank}")
+    return rank, world_size if world_size >= 0 else _number("WORLD_SIZE", "world_size")
+
+
+def check_not_importing(worker: str) -> None:
+    """Checks that this process is the worker that its environment describes, and not one that imports its script.
+
+    A process that multiprocessing starts with the method `spawn` or `forkserver` imports the main script of its parent
+    and inherits its environment.
+
+    Raises:
+        RuntimeError: multiprocessing is importing the script in this process.
+    """
+    module = sys.modules.get("multiprocessing.process")
+    if module is not None and getattr(module.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            f"{worker}: the script runs again in process {os.getpid()}, which multiprocessing started and which "
+            'imports the script. Put the code that trains in `if __name__ == "__main__":`. Processes import the script '
+            "with the start methods spawn and forkserver; since Python 3.14, forkserver is the default on Linux, also "
+            'for the workers of a DataLoader, which accepts multiprocessing_context="fork"'
+        )
 
 
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:

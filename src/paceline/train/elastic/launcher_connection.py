@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from paceline.comm.rendezvous.environment import check_not_importing
 from paceline.errors import PacelineError
 from paceline.train.elastic import protocol
 from paceline.train.elastic.protocol import ExitRequest, FromWorker, StateTransfer, TransferOffer, View, WaitNotice
@@ -49,9 +50,23 @@ class LauncherConnection:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> LauncherConnection | None:
-        """Returns the connection described by the environment, or None if there is no elastic launcher."""
+        """Returns the connection described by the environment, or None if there is no elastic launcher.
+
+        Raises:
+            RuntimeError: this process is not the worker, but a process that the worker started.
+        """
         fd = environment.get(FD_VARIABLE)
-        return None if fd is None else cls(socket.socket(fileno=int(fd)), environment[NAME_VARIABLE])
+        if fd is None:
+            return None
+        name = environment[NAME_VARIABLE]
+        check_not_importing(f"worker {name}")
+        try:
+            return cls(socket.socket(fileno=int(fd)), name)
+        except OSError as error:
+            raise RuntimeError(
+                f"process {os.getpid()} does not have the connection of worker {name} to the launcher ({error}); only "
+                "the worker itself, and not a process that it starts, can train with the others"
+            ) from error
 
     def __str__(self) -> str:
         return f"worker {self.name} (pid {os.getpid()})"

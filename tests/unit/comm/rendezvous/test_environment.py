@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from datetime import timedelta
 
@@ -66,3 +67,13 @@ def test_a_pod_is_no_rank_by_itself(variables):
     variables({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1", "PACELINE_NODES": "2"})
     with pytest.raises(ValueError, match="RANK, which is not set"):
         environment.rank_and_world_size(-1, -1)
+
+
+def test_a_process_that_imports_the_script_is_not_the_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert environment.rank_and_world_size(-1, -1) == (1, 2)
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(RuntimeError, match=r"rank 1: the script runs again in process \d+.*__main__"):
+        environment.rank_and_world_size(-1, -1)
+    assert environment.rank_and_world_size(0, 2) == (0, 2), "a rank that the program passes is its own"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -124,6 +125,8 @@ ACCEPTED = {
     "the doctor": OBJECTS,
     "the live page": {"a number of 5,000 digits", "infinity", "half a text"},  # fields that are not known are skipped
 }
+if sys.version_info >= (3, 14):  # the limit on recursion is the size of the stack, not a number of calls
+    ACCEPTED["the live page"].add("nested objects")
 
 
 @pytest.mark.parametrize("name", JSON_BODIES)

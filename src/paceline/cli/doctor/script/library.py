@@ -13,6 +13,7 @@ from paceline.cli.doctor.script.library_call import (
     COMMUNICATORS,
     INITIALIZERS,
     LibraryCall,
+    imports_script,
     is_different_on_each_rank,
     is_function,
     is_loader,
@@ -178,10 +179,10 @@ def start_processes(call: LibraryCall) -> AbstractValue | None:
         return known(None)
     target = call.keywords.get("target")
     if call.name == "Process" and target is not None:
-        method_name, context = call.state.start_method, call.callee.receiver
+        method, context = call.state.start_method, call.callee.receiver
         if context is not None and context.called_name == "get_context" and context.arguments:
-            method_name = context.arguments[0].constant
-        call.record("spawn" if method_name in ("spawn", "forkserver") else "fork", call.name, target)
+            method = context.arguments[0].constant
+        call.record("spawn" if imports_script(method) else "fork", call.name, target)
         _run_worker(call, target, _items(call.keywords.get("args")))
         return AbstractValue(f"process on line {call.line}", called="Process")
     if call.name in _LAUNCHERS:

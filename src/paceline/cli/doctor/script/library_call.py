@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,9 @@ from functools import cache
 from paceline.cli.doctor.script.execution_state import ExecutionState
 from paceline.cli.doctor.script.trace import EventKind
 from paceline.cli.doctor.script.value import AbstractValue, Fact, inherited_facts, shortened
+
+FORKSERVER_IS_DEFAULT = sys.version_info >= (3, 14)
+"""Whether `forkserver`, whose processes import the script, is the default start method on Linux."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,11 @@ def starts_processes(nodes: Iterable[ast.AST]) -> bool:
     """Returns True if the statements start processes."""
     calls = (qualified_name(each) for node in nodes for each in ast.walk(node) if isinstance(each, ast.Call))
     return any(name.rpartition(".")[2] == "Process" for name in calls)
+
+
+def imports_script(start_method: object) -> bool:
+    """Returns True if processes started with this method, or with the default method if None, import the script."""
+    return FORKSERVER_IS_DEFAULT if start_method is None else start_method in ("spawn", "forkserver")
 
 
 def is_loader(value: AbstractValue) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from paceline.cli.doctor import Confidence, Diagnostic
-from paceline.cli.doctor.script.library_call import qualified_name
+from paceline.cli.doctor.script import library_call
 from paceline.cli.doctor.script.trace import JobTrace, PathCondition, TraceEvent, first, found, who
 from paceline.cli.doctor.script.value import Fact
 
@@ -101,7 +101,8 @@ def _ends_early(node: ast.AST) -> bool:
     ends = (ast.Break, ast.Continue, ast.Return, ast.Raise)
     exits = {"exit", "_exit", "quit", "abort"}
     return any(
-        isinstance(each, ends) or (isinstance(each, ast.Call) and qualified_name(each).rpartition(".")[2] in exits)
+        isinstance(each, ends)
+        or (isinstance(each, ast.Call) and library_call.qualified_name(each).rpartition(".")[2] in exits)
         for each in ast.walk(node)
     )
 
@@ -454,6 +455,7 @@ def processes(job: JobTrace) -> Iterator[Diagnostic]:
         uncertain = any(not each.is_known for each in event.conditions)
         confidence = Confidence.LOW if uncertain else Confidence.HIGH
         yield found(event, "no-main-guard", f"{event.name}() at import", reason, fix, confidence)
+    yield from _loader_processes(job)
     for event in job.traces[0].of("spawn"):
         function = event.subject.function if event.subject is not None else None
         if function is not None and (isinstance(function.node, ast.Lambda) or function.is_nested):
@@ -461,6 +463,32 @@ def processes(job: JobTrace) -> Iterator[Diagnostic]:
             reason = f"new processes import the function, which is not possible for {what}"
             fix = "define the function at the top level of the file"
             yield found(event, "spawn-target", f"{event.name}() of {what}", reason, fix)
+
+
+def _loader_processes(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports loops over data loaders whose worker processes import the script, which would train again."""
+    sets_method = any(name.endswith("set_start_method") for name in _called_names(job.tree))
+    for event in job.imported.of("iterate"):
+        if event.phase == "uncalled" or event.subject is None:
+            continue
+        for loader in library_call.loaders_in(event.subject):
+            workers, context = loader.keywords.get("num_workers"), loader.keywords.get("multiprocessing_context")
+            if workers is None or not isinstance(workers.constant, int) or workers.constant < 1:
+                continue
+            method = context.constant if context is not None else None
+            if method is None or library_call.imports_script(method):
+                reason = "each worker process of the loader imports this file and runs it again"
+                if method is None:
+                    reason += "; since Python 3.14, the default start method on Linux is forkserver"
+                fix = 'put the training code in if __name__ == "__main__":, or use multiprocessing_context="fork"'
+                uncertain = any(not each.is_known for each in event.conditions) or not job.is_distributed
+                uncertain |= method is None and (sets_method or not library_call.FORKSERVER_IS_DEFAULT)
+                confidence = Confidence.LOW if uncertain else Confidence.HIGH
+                yield found(event, "no-main-guard", "DataLoader with workers at import", reason, fix, confidence)
+
+
+def _called_names(tree: ast.AST) -> Iterator[str]:
+    return (library_call.qualified_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
 RULES = (

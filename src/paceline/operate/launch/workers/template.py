@@ -107,9 +107,9 @@ def _reset_modules() -> None:
 def _main_module(file: str) -> ModuleType:
     """Returns a module `__main__` with the same names as in a new interpreter that runs `file`."""
     module = ModuleType("__main__")
-    vars(module).update(
-        __builtins__=builtins, __annotations__={}, __cached__=None, __loader__=SourceFileLoader("__main__", file)
-    )
+    vars(module).update(__builtins__=builtins, __cached__=None, __loader__=SourceFileLoader("__main__", file))
+    if sys.version_info < (3, 14):
+        vars(module)["__annotations__"] = {}
     return module
 
 
