@@ -3,8 +3,8 @@
     python bench/all_reduce.py [--ranks 2 4] [--json FILE]
 
 Every rank has one thread. Paceline and gloo run alternately in the same processes; the first half of the calls is a
-warm-up and is not timed. If `make` has installed Open MPI, it runs three times in separate processes, between runs of
-Paceline and gloo. p50 and p95 are computed over the turns, n is the number of calls, and the ratio is a contestant's
+warm-up and is not timed. If Open MPI was installed by `make`, it runs three times in separate processes, between runs
+of Paceline and gloo. p50 and p95 are computed over the turns, n is the number of calls, and the ratio is a contestant's
 median divided by Paceline's.
 """
 

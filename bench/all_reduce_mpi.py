@@ -4,7 +4,7 @@
 
 Each library starts its own processes, in which it alternates with Paceline in short turns. The libraries run one at a
 time, and the whole measurement is repeated `--repeats` times. `make` installs Open MPI and MPICH. Intel MPI (the wheel
-`impi-rt`) is installed into DIR, by default the folder `impi` of this environment. "paceline" is Paceline's plain call,
+`impi-rt`) is installed into DIR, by default the `impi` folder in this environment. "paceline" is Paceline's plain call,
 and "persistent" is its persistent call. The libraries run their plain call with MPI_IN_PLACE through mpi4py. The times
 are seconds per call in a turn: the median (p50), the 95th percentile and the minimum. n is the number of calls, and *
 marks the library with the lowest median. Every rank has one thread.

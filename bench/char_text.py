@@ -1,4 +1,4 @@
-"""The text and the model of examples/char_lm.py, for benchmarks that train the model with other methods."""
+"""The text and the model from examples/char_lm.py, for benchmarks that train the model with other methods."""
 
 from __future__ import annotations
 

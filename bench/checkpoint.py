@@ -3,17 +3,17 @@
     python bench/checkpoint.py [--ranks 2] [--gigabytes 1] [--rounds 9] [--steps 3] [--directory DIR]
 
 "save" trains linear layers with AdamW. The parameters and the optimizer state occupy 1 GB in total. Each round runs a
-few steps, saves, runs at least one step until the checkpoint is on disk, and then runs a few more steps. The
-contestants are `paceline.save` (asynchronous and synchronous), torch's DCP (`async_save` and `save`) and `torch.save`
-on rank 0. All of them call fsync, and their rounds alternate. "step s" is the mean duration of the steps before and
-after the save. "lost s" is the total duration of the saving call and of the steps during the save, minus the usual
-duration of that many steps. "call s" is the duration of the call, "durable s" the time until the checkpoint is on disk,
-and "MB/s" the rate at which it was written. All figures are medians over the rounds. "no checkpoint" runs five steps
-instead of a save; its "lost s" is the measurement error. "the disk alone" is an upper bound for the write rate: every
-rank writes its share of the same number of zeros, bypassing the page cache, and calls fsync. The "asynchronous" variant
-writes on a low-priority thread while the steps run; its "lost s" is the time that the disk and its driver take from
-training. In "load", 4 ranks save, and other numbers of ranks load. "read" is the total number of bytes read by all
-ranks, divided by the number of bytes written.
+few steps, saves, continues with steps (at least one) until the checkpoint is on disk, and then runs a few more steps.
+The contestants are `paceline.save` (asynchronous and synchronous), torch's DCP (`async_save` and `save`) and
+`torch.save` on rank 0. All of them call fsync, and their rounds alternate. "step s" is the mean duration of the steps
+before and after the save. "lost s" is the total duration of the saving call and of the steps during the save, minus the
+usual duration of that many steps. "call s" is the duration of the call, "durable s" the time until the checkpoint is on
+disk, and "MB/s" the rate at which it was written. All figures are medians over the rounds. "no checkpoint" runs five
+steps instead of a save; its "lost s" is the measurement error. "the disk alone" is an upper bound for the write rate:
+every rank writes its share of the same number of zeros, bypassing the page cache, and calls fsync. The "asynchronous"
+variant writes on a low-priority thread while the steps run; its "lost s" is the time by which the disk and its driver
+delay training. In "load", 4 ranks save, and other numbers of ranks load. "read" is the total number of bytes read by
+all ranks, divided by the number of bytes written.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def dcps(asynchronous: bool) -> Save:
 
 
 def torchs(state: dict[str, Any], path: Path) -> Callable[[], bool]:
-    """Saves everything on rank 0 while the other ranks wait, as in PyTorch's tutorial."""
+    """Saves the whole state on rank 0 while the other ranks wait, as in PyTorch's tutorial."""
     import paceline as dist
 
     if dist.get_rank() == 0:

@@ -3,10 +3,10 @@
     python bench/checks.py [--ranks 2] [--models NAME ...] [--seconds 20] [--json FILE]
 
 The same model is trained with the default checks and without checks, alternating every few steps in the same processes.
-"barrier" is the bare model followed by a barrier after the backward pass. n counts steps; p50 and p95 are computed over
-the turns. "cost" is the step time with checks divided by the step time without checks, minus one (the median over
-turns). "looks" is the share of the total step time that the checks take, as measured by the checks themselves. They
-keep this share below 0.5% once they have measured a step.
+"barrier" is the bare model followed by a barrier after the backward pass. n is the number of steps; p50 and p95 are
+computed over the turns. "cost" is the step time with checks divided by the step time without checks, minus one (the
+median over turns). "looks" is the share of the total step time that the checks take, as measured by the checks
+themselves. They keep this share below 0.5% once they have measured a step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Timed:
 
 
 def is_before(end_s: float, rounds: int) -> bool:
-    """Returns True if rank 0's clock is before `end_s` or if no round has run yet. This is a collective call."""
+    """Returns True if rank 0's clock has not reached `end_s`, or if no round has run yet. This is a collective call."""
     import paceline as dist
 
     goes_on = torch.tensor(float(rounds == 0 or time.perf_counter() <= end_s))

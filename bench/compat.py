@@ -4,11 +4,11 @@
 
 `bench/compat_cases/program.py` uses gloo and does not import Paceline. Jobs started by torchrun and by `paceline run
 --compat torch` alternate; every rank has one thread. Each job also trains the model without communication, alternating
-with the distributed training. n counts distributed steps; p50 and p95 are computed over blocks of a few steps.
-"communication" is the amount by which a step exceeds the bare model's step, as a share of the step. The ratio is a
-contestant's median divided by Paceline's. For "ratio to bare", each median is first divided by the bare model's median
-in the same jobs, so that the effect of other load on the machine cancels out. The benchmark fails if two jobs end with
-different parameters, or if gloo was not replaced.
+with the distributed training. n is the number of distributed steps; p50 and p95 are computed over blocks of a few
+steps. "communication" is the amount by which a step exceeds the bare model's step, as a share of the step. The ratio is
+a contestant's median divided by Paceline's. For "ratio to bare", each median is first divided by the bare model's
+median in the same jobs, so that the effect of other load on the machine cancels out. The benchmark fails if two jobs
+end with different parameters, or if gloo was not replaced.
 """
 
 from __future__ import annotations

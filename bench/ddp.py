@@ -6,10 +6,10 @@ Every rank has one thread and its own batch. The contestants alternate in the sa
 that changes in the machine's load affect all of them equally. "none" runs the bare module on every rank at once.
 "barrier" adds a barrier after the backward pass; no synchronous method can be faster unless the ranks share work.
 Efficiency is the step time of "none" divided by the contestant's step time, and "of barrier" is the step time of
-"barrier" divided by the contestant's step time. n counts steps; p50 and p95 are computed over the turns. "waiting" is
-the share of Paceline's step that is spent at the end of the backward pass, reducing and waiting for reductions. The
-memory added is the amount by which wrapping and training increase a process's memory beyond that of the bare model;
-compare it with the size of the gradients.
+"barrier" divided by the contestant's step time. n is the number of steps; p50 and p95 are computed over the turns.
+"waiting" is the share of Paceline's step that is spent at the end of the backward pass, reducing and waiting for
+reductions. The memory added is the amount by which wrapping and training increase a process's memory beyond that of the
+bare model; compare it with the size of the gradients.
 """
 
 from __future__ import annotations

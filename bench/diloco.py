@@ -1,4 +1,4 @@
-"""Compares DiLoCo's speed over a slow link with training alone, and its loss with exact data-parallel training.
+"""Compares DiLoCo's speed over a slow link with that of training alone, and its loss with that of exact training.
 
     python bench/diloco.py [--steps 700] [--seeds 0 1 2] [--rate 10mbit] [--delay 20] [--methods NAME ...] [--json FILE]
     python bench/diloco.py --rate none --methods DiLoCo --lr 2e-3 4e-3 8e-3        tries learning rates, on one host
@@ -35,7 +35,7 @@ TURN = 50  # steps
 PAUSE_S = 0.5  # pending exchanges complete before each turn
 STEPS_OF_DDP_ON_A_SLOW_LINE = 12
 METHODS = ("alone", "DDP", "DiLoCo", "local SGD")
-BEST_LR = {"alone": 4e-3, "DDP": 5e-3, "DiLoCo": 5e-3, "local SGD": 5e-3}  # the best of the rates that were tried
+BEST_LR = {"alone": 4e-3, "DDP": 5e-3, "DiLoCo": 5e-3, "local SGD": 5e-3}  # the best of the learning rates tried
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Way:
 
 
 class Training:
-    """A rank's training run with one method, with a learning rate schedule of `steps` steps."""
+    """A rank's training run with one method and a learning rate schedule of `steps` steps."""
 
     def __init__(self, way: Way, steps: int, seed: int) -> None:
         import paceline as dist

@@ -66,7 +66,7 @@ def measure(
             starts.append(1e6 * (time.perf_counter() - began))
             busy(AFTERWARDS_S)
             wait()
-        starts[-10 - CALLS_PER_READING :] = starts[-CALLS_PER_READING:]  # excludes the calls after the reading
+        starts[-10 - CALLS_PER_READING :] = starts[-CALLS_PER_READING:]  # excludes the first calls after a reading
         waits += waits_of_recording()[-CALLS_PER_READING:]
     return starts, waits
 

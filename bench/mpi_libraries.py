@@ -1,4 +1,4 @@
-"""Finds the MPI libraries of this environment, and runs programs with them.
+"""Finds the MPI libraries in this environment, and runs programs with them.
 
 `make` installs Open MPI and MPICH. The first benchmark that uses Intel MPI installs it into a separate folder.
 """

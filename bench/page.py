@@ -2,10 +2,10 @@
 
     python bench/page.py [--ranks 64] [--steps-per-second 10] [--seconds 10] [--json FILE]
 
-One process records steps of data-parallel training. The page reads this recording once per second in place of every
-rank's recording, as it does while a browser is connected. The time is that of the dashboard thread: reading, building
-the state, and encoding the message. p50 and p95 are computed over n updates. The last row is measured without a
-connected browser, when the page reads only every five seconds.
+One process records steps of data-parallel training. Once per second, as when a browser is connected, the page reads
+this recording in place of every rank's recording. The time is that of the dashboard thread: reading, building the
+state, and encoding the message. p50 and p95 are computed over n updates. The last row is measured without a connected
+browser, when the page reads only every five seconds.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 Every rank has one thread and one shard, and all contestants use the same samples. They alternate in the same processes,
 a few steps at a time, so that changes in the machine's load affect all of them equally. "barrier" is the bare model
-with a barrier after the backward pass. n counts steps; p50 and p95 are computed over the turns. The processor time
-includes all threads of a rank and is summed over the turns, so it depends less on other load. The ratios are relative
-to the step of `DistributedDataParallel`.
+with a barrier after the backward pass. n is the number of steps; p50 and p95 are computed over the turns. The processor
+time includes all threads of a rank and is summed over the turns, so it depends less on other load. The ratios are
+relative to the step time of `DistributedDataParallel`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python bench/startup.py [--json FILE]
 
-Both launchers alternately start the same kind of script. The times are measured from the start of the launcher to the
-first all-reduce and to the launcher's exit. The ratio is relative to `paceline run`. The memory is that of all ranks
-together after the all-reduce; a page shared by n processes counts as 1/n in each (Pss).
+The two launchers take turns starting the same kind of script. The times are measured from the start of the launcher to
+the first all-reduce and to the launcher's exit. The ratio is relative to `paceline run`. The memory is that of all
+ranks together after the all-reduce; a page shared by n processes counts as 1/n in each (Pss).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Elastic jobs with 12 logical shards run with each number of workers. The workers
 at random instants. Two of the times for `paceline plan --times` are derived from smaller jobs: `forming` (a member's
 own work for a new view) from jobs of 2 workers, in which the survivor is alone, and `rendezvous` (the time until the
 members are connected) from jobs of 3 workers. These times are used to simulate the other jobs, with the coordinator
-that a launcher runs. All workers share the cores of this machine, so `forming` takes longer with more workers than
-cores. "error" is the simulated median divided by the measured median, minus 1; a pause is defined as in
+that a launcher runs. All workers share the cores of this machine, so `forming` takes longer if there are more workers
+than cores. "error" is the simulated median divided by the measured median, minus 1; a pause is defined as in
 `bench/elastic.py`.
 """
 

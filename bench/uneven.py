@@ -37,8 +37,8 @@ FIXED = ("ring", "hierarchical", "halving_doubling", "tree", "star")
 class Case:
     """A network. `shape` derives it from a network with equally fast links.
 
-    `described` is the value of PACELINE_NETWORK. `least` has the minimum numbers of bytes that the slow and the fast
-    link must carry per byte of the tensor.
+    `described` is the value of PACELINE_NETWORK. `least` contains the minimum number of bytes per byte of the tensor
+    that the slow link must carry, and the minimum for the fast link.
     """
 
     def __init__(

@@ -6,9 +6,9 @@
 "2 hosts" and "8 hosts" are the same error for a whole all_reduce across that many hosts, with different numbers on
 each. With two hosts, both hosts' sums are rounded. With more hosts, each host's part is rounded on its way to the owner
 of a slice, except the owner's own part, and then the sum is rounded. The numbers are normally distributed, or are
-gradients of the model of examples/char_lm.py after some training steps, from a different batch on each host. "feedback"
-is the error of the mean of 100 all_reduces of the same numbers across 2 hosts, with error feedback. Throughputs are in
-bytes of float32 per second of one thread's processor time, with residuals.
+gradients of the model from examples/char_lm.py after some training steps, from a different batch on each host.
+"feedback" is the error of the mean of 100 all_reduces of the same numbers across 2 hosts, with error feedback.
+Throughputs are in bytes of float32 per second of one thread's processor time, with residuals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trains a small transformer on the source code of Python's standard library, and lets it continue a line.
+"""Trains a small transformer on the source code of Python's standard library, and then completes a line with it.
 
 paceline run --nproc-per-node 2 examples/char_lm.py
 """

@@ -1,4 +1,4 @@
-"""Trains the model from char_lm.py over a slow network: ranks train separately and average their changes occasionally.
+"""Trains the model from char_lm.py over a slow network: ranks train separately and occasionally average their changes.
 
 paceline run --nproc-per-node 2 examples/slow_network.py
 """

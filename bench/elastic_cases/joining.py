@@ -21,7 +21,7 @@ from elastic_cases.jobs import Job
 from elastic_cases.options import Options, Rows
 from elastic_cases.pauses import Figures, distribution
 
-_STEPS = 400  # steps of a job, enough for some seconds between two deaths
+_STEPS = 400  # steps of a job, enough for a few seconds between deaths
 _RATE = "1gbit"
 _HOSTS = 2
 

@@ -33,5 +33,5 @@ class Options:
 
     @property
     def few(self) -> int:
-        """Returns the number of workers that are killed in each row of a case other than `death`."""
+        """Returns the number of workers to kill for each row in cases other than `death`."""
         return max(2, self.kills // 10)

@@ -56,7 +56,7 @@ class Figures:
         steps: int,
         processor_s: Mapping[int, float] = {},
     ) -> None:
-        """Adds a completed job; `processor_s` has the processor time of each process at its first step, in seconds."""
+        """Adds a completed job; `processor_s` contains each process's processor time at its first step, in seconds."""
         commits = [note for note in notes if note.step > 0]
         of_slot = {slot: [each for each in commits if each.slot == slot] for slot in range(workers)}
         median_ns = statistics.median(

@@ -11,7 +11,7 @@ from elastic_cases.churn import Churn, disturb
 from elastic_cases.options import Options, Rows
 from elastic_cases.pauses import Figures, distribution
 
-_TIMES = 10  # times as slow as the others
+_TIMES = 10  # how many times slower than the others
 _STEPS_OF_THE_SLOW = 100
 
 

@@ -15,7 +15,7 @@ from elastic_cases import busy, timeline
 from elastic_cases.jobs import Job
 from elastic_cases.timeline import Commit
 
-_TURN_NS = 1_000_000_000  # the duration of a run, and of a pause, of the unrelated process
+_TURN_NS = 1_000_000_000  # how long the unrelated process runs, and how long it then pauses
 _SETTLES_NS = 100_000_000
 _POLL_S = 0.02
 _DEADLINE_S = 600.0

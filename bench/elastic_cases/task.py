@@ -1,4 +1,4 @@
-"""The training task of all systems: a network that counts, in a parameter, how often each sample was used.
+"""The training task for all systems: a network that counts, in a parameter, how often each sample was used.
 
 The loss of a batch contains the mean of its samples' tallies. The gradient of this term is constant, so after training
 the parameter shows in how many committed steps each sample was used, whatever happened during the job.
@@ -17,7 +17,7 @@ from torch import nn
 SHARDS = 4
 BATCH = 16  # default number of samples per shard in a step
 _FEATURES, _HIDDEN, _CLASSES = 256, 512, 10
-_POOL = 4096  # number of distinct inputs, which samples with higher indices share
+_POOL = 4096  # number of distinct inputs; samples with higher indices reuse them
 _TALLY_RATE = 1.0
 
 Sample = tuple[int, torch.Tensor, torch.Tensor]

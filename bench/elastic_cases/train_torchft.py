@@ -76,7 +76,7 @@ def main() -> None:
     meet(Path(options.directory), options.replica, options.replicas)
     while manager.current_step() < options.steps:
         step = manager.current_step()
-        optimizer.zero_grad()  # starts the quorum; a worker that joins late receives the current step only now
+        optimizer.zero_grad()  # starts the quorum; only then does a worker that joins late receive the current step
         model(batch_of(samples, step, options.replica)).backward()
         optimizer.step()
         if manager.current_step() > step:

@@ -23,7 +23,7 @@ class Step:
     Attributes:
         name: The name for `--steps`; the part before the first colon is its section.
         program: The function that each rank calls with a `Setting`.
-        ranks: 1, or MANY for the number of ranks of the run.
+        ranks: 1, or MANY for all ranks of the run.
         limit_s: The number of seconds after which the ranks are killed.
         devices: The device types to which the step applies.
         least: The minimum number of devices.

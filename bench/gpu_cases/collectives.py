@@ -33,7 +33,7 @@ SHAPE = (4, 3, 4, 5)
 
 
 def like(x: torch.Tensor, rows: int | None = None) -> torch.Tensor:
-    """Returns a tensor for results in the layout of `x`, with `rows` times as many rows."""
+    """Returns a tensor for results, with the layout of `x` and `rows` times as many rows."""
     shape = list(x.shape)
     shape[0] *= rows or 1
     if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
@@ -182,7 +182,7 @@ def on_cpu(outputs: Outputs) -> Outputs:
 
 
 def compare(here: Session, label: str, ours: Outputs, theirs: Outputs, is_exact: bool) -> None:
-    """Requires bitwise equality. Means are not exact, so they only need to be approximately equal."""
+    """Requires bitwise equality, except for means: they are not exact, so approximate equality is sufficient."""
     if len(ours) != len(theirs):
         raise AssertionError(f"{label}: {len(ours)} results instead of {len(theirs)}")
     for mine, wanted in zip(ours, theirs, strict=True):
@@ -328,7 +328,7 @@ OF_STREAMS = ("side stream", "second stream waits")
 
 
 def all_patterns(setting: Setting, name: str) -> dict[str, object]:
-    """Compares a collective for every stream pattern, each several times."""
+    """Compares a collective several times for every stream pattern."""
     call, (ours, theirs) = CALLS[name], modules()
     compared = 0
     with session(setting) as here:

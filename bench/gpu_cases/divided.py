@@ -1,4 +1,4 @@
-"""Compares sharded training on a device with one process on the CPU, and tests calls with several tensors."""
+"""Compares sharded training on a device with training in one CPU process, and tests calls with several tensors."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _QUERIES = {  # queried with nvidia-smi, so that this process does not open a GP
 
 
 def facts() -> list[dict[str, object]]:
-    """Returns a row for each fact that can be determined here; `value` has one line."""
+    """Returns a row for each fact that can be determined here; each `value` is a single line."""
     found: dict[str, Callable[[], object]] = {
         "Python": lambda: f"{platform.python_version()}, {sysconfig.get_config_var('SOABI')}",
         "platform": sysconfig.get_platform,

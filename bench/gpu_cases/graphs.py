@@ -18,7 +18,7 @@ def beside_calls(setting: Setting) -> None:
         here.synchronize()
         works = [dist.all_reduce(torch.ones(1 << 20, device=here.device), async_op=True) for _ in range(5)]
         graph = _captured(lambda: x.mul_(2))
-        time.sleep(0.2)  # the engine's threads query the calls of the group only while no graph is captured
+        time.sleep(0.2)  # the engine's threads query the group's calls only while no graph is being captured
         for work in works:
             work.wait()
         x.fill_(1)

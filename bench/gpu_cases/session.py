@@ -28,7 +28,7 @@ class Setting:
     Attributes:
         device_type: "cuda", "fake" or "cpu".
         backend: The backend for Paceline's `init_process_group`.
-        folder: A folder for this step. It contains the file for the rendezvous of torch's ranks.
+        folder: A folder for this step. It contains the rendezvous file for torch's ranks.
         scale: The number of rounds of a measurement, relative to the default.
         variables: Additional environment variables for the ranks.
     """
@@ -50,7 +50,7 @@ class Session:
 
     Attributes:
         setting: The settings of the run.
-        rank, size: The rank and the size in both groups.
+        rank, size: This rank's number in both groups, and the groups' size.
         device: The rank's device.
         reference_device: The device for torch.distributed: the rank's device with CUDA, otherwise the CPU (with gloo).
     """

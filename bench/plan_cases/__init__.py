@@ -1,1 +1,1 @@
-"""The measurements of `bench/plan.py`: `programs.py` runs on the ranks; `grid.py` has the points and errors."""
+"""The measurements of `bench/plan.py`: `programs.py` runs on the ranks; `grid.py` contains the points and errors."""

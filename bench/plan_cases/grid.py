@@ -134,7 +134,7 @@ def _predicted(grid: Grid, known: Known, hosts: int, per_host: int, links: Links
 
 
 def compared(band: Band, times_s: Sequence[float]) -> Row:
-    """Returns the error and the spread of the repeats as fractions of the mean, and whether the band contains it."""
+    """Returns a row: the error and the spread as fractions of the mean, and whether the band contains the mean."""
     mean, predicted_s = fmean(times_s), band.predicted_s
     return {
         "n": len(times_s),

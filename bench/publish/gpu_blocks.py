@@ -74,7 +74,7 @@ def _plain(error: str) -> str:
 
 
 def _of_case(block_name: str, case: str, columns: Mapping[str, Cell]) -> Callable[[Results], str]:
-    """Returns a function that makes the block for a case, from the run of all steps or else of the speed steps."""
+    """Returns a function that makes a case's block from the run of all steps or, failing that, of the speed steps."""
 
     def block(results: Results) -> str:
         found = [results[name] for name in (_GPU, "gpu-speed") if name in results and _has(results[name], case)]

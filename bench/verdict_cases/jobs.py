@@ -29,14 +29,14 @@ _EVERY_S = 0.01  # interval at which output and memory are checked; the resoluti
 
 @dataclass(frozen=True)
 class Said:
-    """The output of a job, and the time in seconds from the fault to a sufficient sentence, if there was one."""
+    """The output of a job, and the seconds from the fault until `is_enough` accepted the output, or None."""
 
     text: str
     after_s: float | None
 
 
 def paceline(fault: str, ranks: int, hosts: int, stall_after_s: float, is_enough: Callable[[str], bool]) -> Said:
-    """Runs the program until it exits, or until a reported sentence is sufficient."""
+    """Runs the program until it exits, or until `is_enough` accepts its output."""
     flags = ["--no-pin", f"--stall-after={stall_after_s}", "--shutdown-timeout=1", f"--nproc-per-node={ranks // hosts}"]
     with tempfile.TemporaryDirectory(prefix="paceline-verdict-") as name:
         words = [*flags, "--log-dir", name, "--rdzv-id=job", PROGRAM, "paceline", fault, name]
@@ -59,7 +59,7 @@ def _wait(
     is_enough: Callable[[str], bool],
     room: Path | None = None,
 ) -> Said:
-    """Waits until a sentence is sufficient or the launchers exit, and then stops the launchers.
+    """Waits until `is_enough` accepts the output or the launchers exit, and then stops the launchers.
 
     In a `room` (a cgroup) with little memory, the fault occurs when the kernel kills a process, however long it took to
     fill the memory.

@@ -1,4 +1,4 @@
-"""Kills ranks at every operation of saving or copying a checkpoint: every reported checkpoint must exist."""
+"""Kills ranks at every operation while they save or copy a checkpoint: every reported checkpoint must exist."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Cluster:
             raise AssertionError(f"it did not happen within {timeout_s:.0f} s; {self.logs()}") from None
 
     def logs(self) -> str:
-        """Returns the ends of the logs, for a message."""
+        """Returns the last lines of the logs, for an error message."""
         parts = [f"--- {path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.directory.glob("*.log"))]
         return "\n".join(["the cluster's logs:", *parts])
 

@@ -106,7 +106,7 @@ def batch_script(cluster: slurm.Cluster, *arguments: str) -> str:
 
 
 def submit(cluster: slurm.Cluster, directory: Path) -> str:
-    """Submits the batch script, and returns the number of the job."""
+    """Submits the batch script, and returns the job's ID."""
     directory.mkdir()
     path = batch_script(cluster, write(cluster, "trains.py", TRAINS), str(directory))
     done = cluster.run("sbatch", "--parsable", f"--output={cluster.directory}/{directory.name}.log", path)

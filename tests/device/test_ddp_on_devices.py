@@ -1,4 +1,4 @@
-"""DistributedDataParallel on devices: the same results as on the CPU, with few calls and no waits on the host."""
+"""DistributedDataParallel on devices: the same results as on the CPU, with few calls and without blocking the host."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def the_host_waits_for_the_device_in_no_step() -> None:
             model(torch.ones(4, 300, device="fake:0")).square().mean().backward()
             optimizer.step()
         waits.append(counts["synchronizations"])
-        if step == 10:  # replicas were digested in the step before
+        if step == 10:  # the replicas' digests were computed in the previous step
             waits.pop()
     assert not any(waits), waits
 

@@ -1,4 +1,4 @@
-"""The engine for accelerators over a process group of the fake device, whose streams lag behind the host."""
+"""The engine for accelerators over a process group on the fake device, whose streams lag behind the host."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def steps_are_recorded_and_nothing_waits_for_it(rank: int) -> None:
         optimizer.step()
 
     waits = []
-    for is_paused in (False, True, False, True, False):  # the first steps connect, and find the order of the buckets
+    for is_paused in (False, True, False, True, False):  # the first steps connect, and fix the bucket order
         _core.pause_recording(is_paused)
         with torch.fake.counted() as counts:
             step()
@@ -109,7 +109,7 @@ def steps_are_recorded_and_nothing_waits_for_it(rank: int) -> None:
 
 
 def times_are_those_of_the_host() -> None:
-    """An event has the host's tick at which it was recorded, even if its time is read later."""
+    """An event is assigned the host tick at which it was recorded, even if its time is read later."""
     before = _core.record_ticks()
     event = torch.fake.Event(enable_timing=True)
     with torch.fake.device(DEVICE):
@@ -123,7 +123,7 @@ def times_are_those_of_the_host() -> None:
 
 
 def both_ranks(directory: str) -> None:
-    os.environ[DIRECTORY_VARIABLE] = directory  # in the shared one, other processes would displace ours
+    os.environ[DIRECTORY_VARIABLE] = directory  # not shared, because other processes' recordings would displace ours
     fake_device.load()
     torch.set_num_threads(1)
     dist.init_process_group("paceline")

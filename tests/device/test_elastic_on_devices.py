@@ -51,7 +51,7 @@ def dataset() -> torch.utils.data.TensorDataset:
 
 
 def pause(waits_for: int) -> None:
-    """Slows down steps with fewer workers, so that missing workers join before the end."""
+    """Slows down the steps while workers are missing, so that the missing workers join before the end."""
     time.sleep(0.2 if dist.get_world_size() < waits_for else 0.003)
 
 

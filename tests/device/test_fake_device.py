@@ -145,7 +145,7 @@ def a_device_has_numbers_of_its_own():
 
 def an_error_behind_the_host_is_raised_later():
     x = torch.zeros(3, device="fake:0")
-    x.gather(0, torch.tensor([7], device="fake:0"))  # as a GPU's assertion fails
+    x.gather(0, torch.tensor([7], device="fake:0"))  # like a failed assertion on a GPU
     with pytest.raises(RuntimeError, match="behind the host, on stream 0 of fake:0.*out of bounds"):
         torch.fake.synchronize("fake:0")
 

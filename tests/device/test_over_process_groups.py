@@ -47,8 +47,7 @@ def close_on_both(train: Training) -> None:
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # Both devices use the loop over single tensors, because the implementation with foreach functions rounds
-    # differently.
+    # Both devices use the single-tensor loop, because the foreach implementation rounds differently.
     return torch.optim.AdamW(parameters, lr=0.01, foreach=False)
 
 

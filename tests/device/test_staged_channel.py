@@ -116,7 +116,7 @@ def a_device_that_is_late_is_named():
     tensor = torch.ones(3, device=HERE)
     dist.all_reduce(tensor, group=group)
     done = Path(tempfile.gettempdir()) / f"staged-late-{os.environ['MASTER_PORT']}"
-    if rank == 0:  # the device waits until the host has given up
+    if rank == 0:  # the device is blocked until the host has timed out
         torch.fake.launch(partial(_await, done.exists))
     with pytest.raises(dist.CollectiveTimeoutError) as caught:
         dist.all_reduce(tensor, group=group, timeout=timedelta(seconds=0.3))

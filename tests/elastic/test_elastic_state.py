@@ -20,7 +20,7 @@ WORKERS = ("0.0.0", "0.1.0", "0.2.0")
 EPOCHS = 2
 # Failpoints that are reached only if a member lacks a result that another member has.
 RARE = {"result.taken"}
-# Pairs of the late worker and the killed worker. In the suite, each worker is late once and killed once.
+# Pairs of a late worker and a killed worker. In the suite, each worker is late once and killed once.
 PAIRS = [(late, worker) for late in WORKERS for worker in WORKERS]
 ALL_PAIRS = pytest.param(PAIRS, marks=pytest.mark.soak, id="all")
 SOME_PAIRS = pytest.param([("0.0.0", "0.0.0"), ("0.1.0", "0.2.0"), ("0.2.0", "0.1.0")], id="some")
@@ -118,7 +118,7 @@ def test_two_workers_may_be_killed_at_once(point: str) -> None:
     require_reference(result)
 
 
-# The worker whose connections fail at each failpoint. In the suite, it is one worker for each failpoint, in turn.
+# Each failpoint, and the worker whose connections fail there. The suite uses one worker per failpoint, in turn.
 LOSSES = [
     pytest.param(point, worker, marks=[pytest.mark.soak] if at % 3 != number else [])
     for at, point in enumerate(["mean.weighed", "round.computed", "round.summed", "round.voted"])

@@ -15,7 +15,7 @@ WORKERS = ("0.0.0", "0.1.0", "0.2.0")
 EPOCHS = 2
 # Each worker is killed when it reaches a failpoint for the first or for the second time.
 KILLS = [(worker, count) for worker in WORKERS for count in (1, 2)]
-# Pairs of the late worker and the killed worker. In the suite, each worker is late once and killed once.
+# Pairs of a late worker and a killed worker. In the suite, each worker is late once and killed once.
 PAIRS = [(late, worker) for late in WORKERS for worker in WORKERS]
 ALL_PAIRS = pytest.param(PAIRS, marks=pytest.mark.soak, id="all")
 SOME_PAIRS = pytest.param([("0.0.0", "0.0.0"), ("0.1.0", "0.2.0"), ("0.2.0", "0.1.0")], id="some")
@@ -25,12 +25,12 @@ SWEPT = [point for point in POINTS if point not in RARE]
 
 
 def some_kills(point: str) -> list[tuple[str, int]]:
-    """Returns a worker to kill at its first arrival at the failpoint, and one at its second; 0.0.0 sends the state."""
+    """Returns a worker to kill when it first reaches the failpoint, and one at its second; 0.0.0 sends the state."""
     return [("0.0.0" if point in ("state.before_sending", "state.sent") else "0.2.0", 1), ("0.1.0", 2)]
 
 
 def in_turn(points: list[str], workers: tuple[str, ...]) -> list[Any]:
-    """Returns each failpoint with each worker; in the suite, with only one worker."""
+    """Pairs each failpoint with each worker or, in the suite, with only one worker."""
     return [
         pytest.param(point, worker, marks=[pytest.mark.soak] if at % len(workers) != number else [])
         for at, point in enumerate(points)

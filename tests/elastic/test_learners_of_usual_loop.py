@@ -100,7 +100,7 @@ def test_one_that_is_left_out_goes_on_following(point: str) -> None:
 def test_steps_that_cannot_be_followed_are_noticed(meddles: str) -> None:
     outcome = run(meddles=meddles)
     require_whole(outcome)
-    if meddles == "closure":  # otherwise, this might not be detected until the receiver enters the view
+    if meddles == "closure":  # with "clamp", the change might not be detected until the receiver enters the view
         assert gave_up_learning(outcome)
     assert set(outcome.results) == {"0.0.0", "0.2.0", RECEIVER}
     assert said(outcome, ViewInstalled, RECEIVER), "it was given the whole state"

@@ -18,8 +18,8 @@ at::Tensor host_alias(const at::Tensor& tensor);
 // Returns the generator of a device's random numbers: a CPU generator with its own state.
 const at::Generator& default_generator(int device);
 
-// While an object of this class exists, CPU operators draw from the device's generator, or from the one among the
-// call's arguments.
+// While an object of this class exists, CPU operators draw from the device's generator, or from the generator passed to
+// the call.
 class DeviceNumbers {
   public:
     DeviceNumbers(int device, const torch::jit::Stack& arguments, torch::jit::Stack* stack);

@@ -327,7 +327,7 @@ class Call {
         return true;
     }
 
-    // Gives `out` arguments the size of the result, as on every device.
+    // Resizes `out` arguments to the size of the result, as on every device.
     void adopt_sizes(const Stack& shapes) {
         for (size_t at = 0; at < arguments_.size(); ++at) {
             const auto* alias = schema().arguments()[at].alias_info();
@@ -378,7 +378,7 @@ class Call {
         }
     }
 
-    // Returns the argument that the operator, such as an in-place one, returns as this result.
+    // Returns the argument that the operator returns as this result, as in-place operators do.
     IValue written(size_t result) const {
         const auto& sets = schema().returns()[result].alias_info()->beforeSets();
         for (size_t at = 0; at < arguments_.size(); ++at) {
@@ -604,7 +604,7 @@ void record_stream(at::Tensor& tensor, c10::Stream stream) {
 
 int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                          double, bool, std::optional<double>, bool) {
-    return 0;  // the implementation that is composed of other operators
+    return 0;  // the composite implementation, which calls other operators
 }
 
 }  // namespace

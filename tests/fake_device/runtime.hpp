@@ -1,6 +1,6 @@
 // The fake device without PyTorch's operators: memory that only its kernels may access, streams that run asynchronously
 // to the host, and events. All addresses of device memory are in a range without access rights. `Arena::shadow` returns
-// the address of the actual bytes, which only jobs in streams may use, or a host that has waited for the stream.
+// the address of the actual bytes. Only jobs in streams, and a host that has waited for the stream, may use these.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -31,9 +31,9 @@ constexpr int kPooledStreams = 32;  // per device, assigned round-robin, as by P
 // The number of operations of each kind that a program has run on the device.
 struct Counters {
     std::atomic<int64_t> kernels{0};           // operators, both asynchronous and waited for
-    std::atomic<int64_t> waiting_kernels{0};   // operators for which the host waited because this device is simple
+    std::atomic<int64_t> waiting_kernels{0};   // operators for which the host waited only because this device is simple
     std::atomic<int64_t> copies{0};            // between the host and a device, or between two devices
-    std::atomic<int64_t> synchronizations{0};  // waits of the host in which it would also wait for a GPU
+    std::atomic<int64_t> synchronizations{0};  // waits of the host that would also occur with a GPU
     std::atomic<int64_t> allocations{0};
     std::atomic<int64_t> events{0};
 };

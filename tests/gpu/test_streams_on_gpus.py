@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU"),
     pytest.mark.timeout(300),
 ]
-_CYCLES = 300_000_000  # some 200 ms
+_CYCLES = 300_000_000  # about 200 ms
 
 
 def each_stream_that_waits_is_behind_the_call() -> None:

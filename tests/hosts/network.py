@@ -182,7 +182,7 @@ def _segment(rate: str, mtu: int) -> int:
 def _bound(interface: str, rate: str, verb: str = "add", segment: int = _LONGEST_SEGMENT) -> str:
     """Returns a token bucket that holds 1 ms of data, but at least two TCP segments, with a queue for 20 ms of data.
 
-    A large bucket makes a slow network faster than its rate, because the bucket fills in a pause and its content is
+    A large bucket makes a slow network faster than its rate, because the bucket fills during a pause and its content is
     then sent at once. A small bucket is slow, because tbf splits segments that are larger than the bucket into packets.
     At 10gbit, buckets of 40 kB reach 2.3 Gbit/s, 70 kB 6.8, 128 KiB 9.0 and 1.25 MB 9.4. At 1gbit, 16 kB reach 0.77,
     and 128 KiB reach 0.956, the maximum payload.

@@ -16,7 +16,7 @@ _MESSENGER, _VICTIM = 0, 3
 
 
 def leave_because_of_another(end: str, directory: str) -> tuple[int, str] | None:
-    """The victim dies, and rank 0 detects the death and leaves; the other ranks have a group only with rank 0."""
+    """The victim dies, and rank 0 detects the death and leaves; the other ranks share a group only with rank 0."""
     dist.init_process_group(timeout=timedelta(seconds=60))
     pairs = [dist.new_group([_MESSENGER, other]) for other in (1, 2)]
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Groups that form in addition to the default group, and again between the same hosts without measuring the network."""
+"""Groups other than the default group, and later groups on the same hosts, which do not measure the network again."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def lose_nothing_over_many_calls_with_feedback() -> None:
     assert exact.min() > 2 * one_call
     assert (totals[1] - exact).abs().max() <= one_call
     assert torch.equal(totals[1], totals[2])
-    assert not totals[0].view(8, 16)[:, 1:].any()  # without feedback, small values never arrive
+    assert not totals[0].view(8, 16)[:, 1:].any()  # without feedback, small values are always rounded to zero
     assert wire.residual is not None and wire.residual.shape == (128,)
     wire.reset()
     assert wire.residual is None
@@ -160,7 +160,7 @@ def round_by_the_group_only_long_sums() -> None:
     own = contribution(5000, rank())
     outputs = [torch.empty(5000) for _ in range(n)]
     dist.all_gather(outputs, own, group=group)
-    assert torch.equal(outputs[rank()], own)  # exact, unless the call says otherwise
+    assert torch.equal(outputs[rank()], own)  # exact, unless the call requests otherwise
 
 
 def descend(wire: str | None, steps: int = 60) -> torch.Tensor:

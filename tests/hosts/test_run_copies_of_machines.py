@@ -1,4 +1,4 @@
-"""A machine that replaces one lost with its disk restores the copy in another launcher's memory."""
+"""After a machine is lost with its disk, its replacement restores the copy from another launcher's memory."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def act(path: str, token: str) -> str:
 def test_the_slow_link_of_three_machines_is_named():
     skip_where_not_permitted()
     said = ""
-    for _ in range(3):  # on busy cores, the other links may seem equally slow
+    for _ in range(3):  # if the cores are busy, the other links may appear equally slow
         said = told_of_a_slow_link()
         assert "the network between h0, h1, h2 took" in said, said
         if re.search(r"the slowest link is that from h1 to h[02] \(rank 1 to rank [02]\): [\d.]+ MB/s", said):

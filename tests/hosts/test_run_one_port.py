@@ -142,7 +142,7 @@ def test_a_launcher_without_the_flag_is_told(machines, level):
 
 
 def test_an_elastic_job_needs_one_port_of_each_machine(machines):
-    """The replacement of a killed worker receives the state from a worker on the other machine."""
+    """The replacement for a killed worker receives the state from a worker on the other machine."""
     here = machines(2, bridged=True)
     here.network.close_ports(0, 1, but=PORT)
     here.script.write_text(TRAINS_ON.replace('os.environ["PACELINE_WORKER"]', "str(os.getpid())"))

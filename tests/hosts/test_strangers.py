@@ -31,7 +31,7 @@ def listening_ports(address: str) -> set[int]:
 
 
 class Strangers:
-    """Threads that repeatedly connect to a port, send data or nothing, and disconnect or stay."""
+    """Threads that repeatedly connect to a port, send data or nothing, and disconnect or stay connected."""
 
     def __init__(self, address: str, port: int, threads: int, most: int) -> None:
         self.count = 0
@@ -102,7 +102,7 @@ def _besiege(directory: str, address: str, store: int, most: int) -> None:
         deadline = time.monotonic() + 60
         while strangers.count < most * 0.9 and time.monotonic() < deadline:
             time.sleep(0.05)
-        say(directory, "strangers are here")  # they stay while the last rank connects
+        say(directory, "strangers are here")  # they stay connected while the last rank connects
         time.sleep(0.5)
     Path(directory, "count").write_text(str(strangers.count))
 

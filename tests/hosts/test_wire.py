@@ -1,4 +1,4 @@
-"""Tests the handling of frames without a device."""
+"""Tests decisions about frames in transit, without using a device."""
 
 from __future__ import annotations
 

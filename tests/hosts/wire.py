@@ -1,4 +1,4 @@
-"""Decides the handling of frames in transit, without a device or a clock."""
+"""Decides when frames in transit arrive and which are dropped, without using a device or a clock."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ void a_rank_that_left_is_distinguished_from_one_that_died(Over over) {
     }
 }
 
-// Returns true if the messenger has finished the lane over this socket: the lane's last bytes are in flight, or the
+// Returns true if the messenger is done with the lane over this socket: the lane's last bytes are in flight, or the
 // socket is closed.
 bool is_finished(int descriptor) {
     constexpr int kFinWait1 = 4;

@@ -136,7 +136,7 @@ def compiled(face: str, how: str, backend: str, *extras: str, kind: str = "netwo
     }[kind]
     expected = train(face, how, None, make, extras)
     if face == TORCHS and torch_dist.get_backend() == "gloo":
-        return expected  # the expected result of the compiled model over Paceline
+        return expected  # the expected result of the compiled model with Paceline
     compiler = Counting(backend)
     seen = train(face, how, compiler, make, extras)
     assert len(seen) == len(expected)

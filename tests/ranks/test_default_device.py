@@ -1,7 +1,7 @@
 """`torch.set_default_device` affects the user's tensors, but none of Paceline's own.
 
 The default is the meta device, whose tensors have no values. Therefore, the test needs no GPU, and detects a message
-that is created there by mistake.
+that is created on this device by mistake.
 """
 
 from __future__ import annotations

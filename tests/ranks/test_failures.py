@@ -207,7 +207,7 @@ def fork_in_between() -> int:
     dist.all_reduce(torch.ones(1), async_op=True).wait()
     rank = dist.get_rank()
     child = os.fork()
-    if child == 0:  # a DataLoader's worker divides an IterableDataset by rank, as with torch.distributed
+    if child == 0:  # a DataLoader's worker splits an IterableDataset by rank, as with torch.distributed
         is_known = dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, 2)
         try:
             dist.barrier()

@@ -18,7 +18,7 @@ Told = tuple[int, str]
 
 
 def _lose(end: str, way: str) -> Told | None:
-    """The victim dies, and rank 0 detects the death and exits; the other ranks have a group only with rank 0."""
+    """The victim dies, and rank 0 detects the death and exits; the other ranks share a group only with rank 0."""
     dist.init_process_group(timeout=timedelta(seconds=80))
     rank = dist.get_rank()
     pairs = [dist.new_group([_MESSENGER, other]) for other in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""paceline.functional: values, gradients and second derivatives equal those in one process with all ranks' data."""
+"""paceline.functional: values, gradients and second derivatives equal those from one process with all ranks' data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The start and end of `paceline.horovod`, and programs that use it unchanged."""
+"""Startup and shutdown of `paceline.horovod`, and programs for Horovod that run with it unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors in torch.distributed programs when ranks die, disagree or are absent, and cleanup after a group."""
+"""Errors in torch.distributed programs when ranks die, disagree or are absent, and cleanup of destroyed groups."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def lose_a_rank(directory: str, how: str) -> str:
                 torch_dist._functional_collectives.wait_tensor(gathered)
             else:
                 torch_dist.barrier()
-        say(directory, f"told {rank}")  # no rank may detect a departed rank before the dead one
+        say(directory, f"told {rank}")  # otherwise, a rank might detect a departed rank before the dead one
         await_word(directory, "told 0", "told 2")
         return f"{type(caught.value).__name__}: {caught.value}"
 

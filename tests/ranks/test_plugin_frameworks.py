@@ -110,7 +110,7 @@ def test_accelerate_and_the_transformers_trainer(ranks, tmp_path):
 
 
 def started_environment() -> Any:
-    """Returns the environment of ranks that run already, as under `paceline run`, so that Lightning starts none."""
+    """Returns the environment of ranks that are already running, as under `paceline run`, so Lightning starts none."""
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
     os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")

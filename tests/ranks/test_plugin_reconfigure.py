@@ -24,11 +24,11 @@ pytestmark = pytest.mark.skipif(not HAS_RECONFIGURE, reason=f"torch {torch.__ver
 
 LONG = timedelta(seconds=60)
 SOON_S = 25.0
-LATE = 3  # the rank that starts outside of the group, in tests that replace another one
+LATE = 3  # the rank that starts outside the group, in tests in which it replaces another one
 
 
 class Job:
-    """A rank of a reconfigurable program, and the store in which the ranks publish their handles."""
+    """A rank in a reconfigurable program, and the store in which the ranks publish their handles."""
 
     def __init__(self, directory: str) -> None:
         self.name = int(os.environ["RANK"])
@@ -85,7 +85,7 @@ def job(directory: str, size: int = 3) -> Iterator[Job]:
     torch_dist.init_process_group(
         "paceline",
         store=torch_dist.PrefixStore("job", made.store),
-        rank=made.name % size,  # a replacement has the rank of the one that it replaces
+        rank=made.name % size,  # a replacement has the same rank number as the one that it replaces
         world_size=size,
         timeout=LONG,
         enable_reconfigure=True,
@@ -229,7 +229,7 @@ def pass_what_cannot_be(directory: str) -> None:
                 torch_dist._reconfigure(1, wrong)
         with pytest.raises(ValueError, match="no hints; got quick"):
             torch_dist._reconfigure(1, handles, hints={"quick": "yes"})
-        torch_dist._reconfigure(2, set(handles)).wait()  # a set keeps the order of the ranks
+        torch_dist._reconfigure(2, set(handles)).wait()  # with a set, the ranks keep their order
         assert torch_dist.get_rank() == me.name and me.sum() == 1
         with pytest.raises(RuntimeError, match="uuid 2 was already used"):
             torch_dist._reconfigure(2, set(handles))

@@ -1,4 +1,4 @@
-"""Output destinations, and failure reports: the cause is printed once and last, and other failures as consequences."""
+"""Output destinations and failure reports: the cause is printed once and last, other failures as its consequences."""
 
 from __future__ import annotations
 

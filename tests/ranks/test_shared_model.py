@@ -1,4 +1,4 @@
-"""SharedModelOptimizer is bitwise equal to DistributedDataParallel with the same optimizer on every rank."""
+"""SharedModelOptimizer gives the same bits as DistributedDataParallel with the same optimizer on every rank."""
 
 from __future__ import annotations
 

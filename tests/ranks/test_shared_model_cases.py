@@ -57,7 +57,7 @@ def double_first(model: nn.Module) -> None:
 
 @torch.no_grad()
 def turn_first(model: nn.Module) -> None:
-    """Gives the parameter the same memory with other strides."""
+    """Changes the strides of the parameter, which keeps its memory."""
     weight = model.get_parameter("0.weight")
     weight.data = weight.data.t()
 

@@ -90,7 +90,7 @@ def test_two_jobs_of_slurm_on_a_machine_do_not_meet(script, tmp_path):
 
 @pytest.fixture
 def variables(monkeypatch):
-    """Replaces a launcher's variables with a task's in this process."""
+    """Replaces this process's launcher variables with those of a task."""
 
     def set_them(values: dict[str, str]) -> None:
         for name in list(os.environ):

@@ -1,4 +1,4 @@
-"""ZeRO in all stages with master copies of the parameters in float32, on real processes."""
+"""ZeRO in all stages with float32 master copies of the parameters, on real processes."""
 
 from __future__ import annotations
 

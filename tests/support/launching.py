@@ -90,7 +90,7 @@ def is_alive(pid: int) -> bool:
 
 
 def sleep_for_a_while(*pids: int) -> bool:
-    """Returns True if these processes or threads are asleep or have exited at every check for some time."""
+    """Checks these processes or threads for some time; returns True if they were always asleep or had exited."""
     for _ in range(10):
         if not all(state_of(pid) in "SZ" for pid in pids):
             return False

@@ -25,7 +25,7 @@ def make_directory(root: str) -> tuple[str, int]:
     """Creates a directory for a test run; returns it with the descriptor that holds the lock."""
     while True:
         path = tempfile.mkdtemp(prefix=PREFIX, dir=root)
-        with contextlib.suppress(FileNotFoundError):  # another run considered it to be abandoned before it was locked
+        with contextlib.suppress(FileNotFoundError):  # another run considered it abandoned before it was locked
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.exists(path):

@@ -50,8 +50,8 @@ class Reference:
         self.outer = [param.detach().clone() for param in build().parameters()]
         self.speeds = [torch.zeros_like(each) for each in self.outer]
         self.runs = cut([each.numel() for each in self.outer], self.fragments)
-        self.begun: dict[tuple[int, int], list[torch.Tensor]] = {}  # means by step of use and by fragment
-        self.before: dict[tuple[int, int], list[list[torch.Tensor]]] = {}  # each rank's values when it started
+        self.begun: dict[tuple[int, int], list[torch.Tensor]] = {}  # means, by step that applies them and fragment
+        self.before: dict[tuple[int, int], list[list[torch.Tensor]]] = {}  # each rank's values at the start
 
     def train(self, first: int, last: int) -> None:
         """Runs the steps from `first` to `last`, counted from 1."""

@@ -28,7 +28,7 @@ class Timing:
 
 
 def simulate(algorithm: str, operation: Operation, nbytes: int, network: Network) -> Timing:
-    """Predicts that a call takes as long as the latency of a host's link plus one transfer of the call's bytes."""
+    """Predicts that a call takes the latency of a host's link plus the time for one transfer of the call's bytes."""
     return Timing(network.node.latency_s + nbytes * WIRES.get(algorithm, 1.0) / network.node.bytes_per_s)
 
 

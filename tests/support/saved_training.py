@@ -68,7 +68,7 @@ class Loop:
             self.schedule.step()
 
     def contents(self) -> Contents:
-        """Returns the whole state on rank 0, as one rank would have it without sharding, and a part elsewhere."""
+        """Returns the state: on rank 0, all of it, as on one rank without sharding; on other ranks, a part of it."""
         found: dict[str, Any] = {}
         module = self.model.module
         if self.kind in ("zero3", "one copy"):

@@ -1,4 +1,4 @@
-"""Programs that stage tensors on the device `HERE` in host memory; they require a small chunk size."""
+"""Programs in which tensors on the device `HERE` are staged in host memory; they require a small chunk size."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def use() -> None:
 
 @contextlib.contextmanager
 def told(**settings: object) -> Iterator[None]:
-    """Makes groups fail in this context: the operation `refuses` or `loses`, or with the error `reports`."""
+    """Makes groups fail: they reject the operation `refuses`, never complete `loses`, or report the error `reports`."""
     _settings.update(settings)
     try:
         yield

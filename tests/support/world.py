@@ -182,7 +182,7 @@ class World:
             self.processes[rank].join(_LEAVING_S)
 
     def _killed(self, ranks: Iterable[int]) -> list[str]:
-        """Returns the exit codes of ranks that died without a result, which no other rank's error contains."""
+        """Returns the exit codes of ranks that died without a result; no other rank's error contains these codes."""
         dead = {rank: code for rank in ranks if (code := self.processes[rank].exitcode) is not None}
         return [f"rank {rank} died with exit code {code}" for rank, code in dead.items()]
 

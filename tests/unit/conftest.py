@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_group_left() -> Iterator[None]:
-    """Destroys any default groups that the test left, and in this case fails the test."""
+    """If the test left default groups, destroys them and fails the test."""
     yield
     left = destroy_default_groups()
     assert not left, f"the test left the default group of {' and '.join(left)}; destroy it even if the test fails"

@@ -77,7 +77,7 @@ def stall(world: World, member: Member) -> None:
 
 
 def thaw(world: World, member: Member) -> None:
-    """Sends SIGCONT: the worker processes the events that it has missed."""
+    """Sends SIGCONT: the worker then handles the events that it has missed."""
     member.is_frozen = False
     if member.state == "dead":
         return
@@ -101,7 +101,7 @@ def fenced(member: Member, current: Collection[str]) -> None:
     world = member.world
     is_over = any(other.has_finished for other in world.members.values())
     is_needed = member.round == world.rounds if is_over else member.round != NO_STATE
-    is_needed = is_needed and not all(world.members[uid].is_leaving for uid in current)  # then all may leave
+    is_needed = is_needed and not all(world.members[uid].is_leaving for uid in current)  # all are leaving
     if member.uid in current and is_needed:
         raise Violation(f"{member.uid} is killed, and is one of {sorted(current)}, who hold the state; {world.story()}")
     member.is_frozen = False

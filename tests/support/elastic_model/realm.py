@@ -1,8 +1,8 @@
 """Simulates elastic jobs that may lose their coordinator: several launchers with links between them, in virtual time.
 
 `Realm(seed).run()` runs one schedule. Workers, rounds and views are those of `world.py`. In addition, every machine has
-a launcher that can coordinate, and the links can delay messages, be cut, recover and be reset. Besides the single
-history, these invariants are checked:
+a launcher that can coordinate, and the links can delay messages, be cut, recover and be reset. In addition to the
+single history, these invariants are checked:
 - each view number has one list of members, and each term has one coordinator;
 - no two views produce results at the same time;
 - the job completes if all links recover and no machine is lost permanently.
@@ -503,7 +503,7 @@ class Realm(World):
         self.at(self.now_s + SILENT_S + 0.5 * self.chance(), None, self.silent, link, False)
 
     def silent(self, link: Link, is_above: bool) -> None:
-        """One end considers the other lost, and closes the connection, which the other end notices."""
+        """One end considers the other lost, and closes the connection, which the other end detects."""
         if not self.reach(link.follower.site, link.leader.site):
             self.close_end(link, is_above)
             self.after(0.5 * self.chance(), None, self.close_end, link, not is_above)

@@ -65,7 +65,7 @@ class World:
         self.rounds = random.randint(1, 20 if self.learns else 3) * self.batch
         self.left_out_ends = self.chance() < 0.5  # a worker that a view excludes exits instead of joining again
         self.is_rude = self.chance() < 0.3
-        self.slowness = random.choice((0.2, 1.0, 1.0, 5.0))  # slowness of messages relative to the workers
+        self.slowness = random.choice((0.2, 1.0, 1.0, 5.0))  # how slow messages are relative to the workers
         number = sites or random.choice((1, 1, 2, 3))
         slots = [random.randint(1, 3 if number < 3 else 2) for _ in range(number)]
         min_workers = random.randint(1, max(1, sum(slots) - 1))
@@ -186,7 +186,7 @@ class World:
         self.report(member, "said", message)
 
     def report(self, member: Member, kind: str, *args: object) -> None:
-        """A launcher reports about a worker. Only reports about the same worker arrive in order."""
+        """A launcher sends a report about a worker. Only reports about the same worker arrive in order."""
         site = member.site
         if not site.is_cut:
             delay_s = 0.02 * self.slowness * member.lag * self.chance()

@@ -1,4 +1,4 @@
-"""Collectives with positional and keyword arguments, every reduction, sparse tensors and lists, also asynchronously."""
+"""Synchronous and asynchronous collectives with all forms of arguments, all reductions, sparse tensors and lists."""
 
 from __future__ import annotations
 

@@ -54,12 +54,12 @@ def headings(page: Path) -> list[str]:
 
 
 def markers(page: Path) -> list[str]:
-    """Returns the names of a page's blocks of figures; the README's have Chinese variants."""
+    """Returns the names of the blocks of figures on a page; those in the README have Chinese variants."""
     return [name.removesuffix(".zh") for name in re.findall(r"<!-- figures: ([\w.-]+) -->", page.read_text())]
 
 
 def rows(page: Path) -> int:
-    """Returns the number of lines in a page's tables, except blocks of figures."""
+    """Returns the number of lines in a page's tables, excluding blocks of figures."""
     return len(re.findall(r"^ *\|", _FIGURES.sub("", prose(page)), re.MULTILINE))
 
 

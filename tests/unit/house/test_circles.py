@@ -47,7 +47,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def test_modules_do_not_import_each_other_in_a_circle():
-    """An import within a function or for annotations counts: it only hides the circle."""
+    """An import within a function or for annotations counts as well, because it only hides the circle."""
     try:
         TopologicalSorter(import_graph()).prepare()
     except CycleError as error:

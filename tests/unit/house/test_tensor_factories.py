@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 
-# The functions that `torch.set_default_device` changes; those of submodules, such as `torch.fft.fftfreq`, are not used.
+# The functions that `torch.set_default_device` affects; those of submodules, such as `torch.fft.fftfreq`, are not used.
 _NAMES = """
     arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_quantized empty_strided eye
     full hamming_window hann_window kaiser_window linspace logspace ones rand randint randn randperm range

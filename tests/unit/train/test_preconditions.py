@@ -63,7 +63,7 @@ def test_pytorchs_sync_batch_norm_is_warned_of_once():
 class Averaged(nn.Module):
     """A module with the attributes of `DistributedDataParallel`."""
 
-    require_backward_grad_sync = False  # its owner has disabled the averages
+    require_backward_grad_sync = False  # its owner has disabled averaging
 
 
 def test_a_wrapper_that_averages_gradients_is_rejected():

@@ -1,4 +1,4 @@
-"""Timeout errors about missing ranks, waiting ranks, and the ranks for which these wait."""
+"""Timeout errors about missing ranks, waiting ranks, and the ranks that the waiting ranks wait for."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def of_slurm(rank: int, tasks: int, nodes: int = 1, **more: str) -> dict[str, st
 
 @pytest.fixture
 def variables(monkeypatch):
-    """Replaces a launcher's variables with a task's in this process."""
+    """Replaces this process's launcher variables with those of a task."""
 
     def set_them(values: dict[str, str]) -> None:
         for name in list(os.environ):

@@ -59,7 +59,7 @@ def test_the_choice_is_by_simulation_and_may_be_forced():
 
 
 def test_of_two_that_are_as_fast_the_lighter_one_is_taken():
-    """A star is as fast with the slow host, but its center's link carries all hosts' tensors."""
+    """On a network with a slow host, a star is as fast as a tree, but its center's link carries all hosts' tensors."""
     choice = choose_all_reduce(SLOW_HOST, synthesize(SLOW_HOST), 64 * MB)
     assert choice.candidates[0].algorithm == "star"
     assert choice.algorithm == "tree" and choice.seconds <= 1.25 * choice.candidates[0].seconds

@@ -22,7 +22,7 @@ SUM = CallSignature("all_reduce", "float32", 4096, "SUM")
 
 @pytest.fixture
 def stalled(tmp_path):
-    """Returns a function from a job's final state to its verdict; rank 0 of the job waited for stopped rank 1."""
+    """Returns a function from a job's final state to its verdict; rank 0 waited for rank 1, which was stopped."""
     seats = [{"g": GroupMembership(rank, 2, "default")} for rank in range(2)]
     past = tuple(RankCall("g", number, SUM, float(number), number + 0.5, "ok") for number in range(1, 4))
     waits = (*past, RankCall("g", 4, SUM, 4.0))

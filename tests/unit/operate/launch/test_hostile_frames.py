@@ -123,7 +123,7 @@ DECODERS = [
 OBJECTS = {"infinity", "no number", "another type"}  # texts that Python's JSON parses as objects
 ACCEPTED = {
     "the doctor": OBJECTS,
-    "the live page": {"a number of 5,000 digits", "infinity", "half a text"},  # fields that are not known are skipped
+    "the live page": {"a number of 5,000 digits", "infinity", "half a text"},  # unknown fields are skipped
 }
 if sys.version_info >= (3, 14):  # the limit on recursion is the size of the stack, not a number of calls
     ACCEPTED["the live page"].add("nested objects")

@@ -50,7 +50,7 @@ def test_a_chosen_directory_that_cannot_be_made_is_remarked(tmp_path, monkeypatc
     directory = JobDirectory(JOB)
     assert directory.path is None and "the directory in PACELINE_RUNS_DIR cannot be used: " in str(directory.remark)
     output = OutputOptions(log_dir=str(tmp_path / "file" / "logs"))
-    assert JobDirectory(replace(JOB, output=output)).remark is None  # the output names the directory in its own error
+    assert JobDirectory(replace(JOB, output=output)).remark is None  # the output reports it in its own error
     monkeypatch.delenv("PACELINE_RUNS_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert JobDirectory(JOB).remark is None

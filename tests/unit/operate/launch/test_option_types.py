@@ -62,7 +62,7 @@ def test_what_is_wrong_with_the_value_of_a_variable_is_said(flag, value, complai
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.variable and not flag.choices], ids=lambda it: it.name)
 def test_a_variable_is_checked_like_its_flag(flag):
-    """Texts that no number, list or name may consist of; a flag that takes any text takes it from both."""
+    """The values are not valid as a number, list or name; a flag that accepts any text accepts them in both forms."""
     for value in ("\u0663", "x y", "-1"):
         by_variable = outcome({f"PET_{flag.dest.upper()}": value})
         assert by_variable == (None if flag.parse is None else outcome({}, f"--{flag.name}={value}")), value

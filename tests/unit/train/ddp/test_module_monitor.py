@@ -51,7 +51,7 @@ def test_buffers_are_listed_once_and_anew_when_replaced():
 
 
 class Long(list[object]):
-    """A list that records how far it was read."""
+    """A list that records how far it has been read."""
 
     read = 0
 

@@ -101,7 +101,7 @@ def test_late_ranks_are_waited_for_only_so_long():
     assert roll.decide(104.9) is None
     assert roll.due_s() == 105.0
     assert roll.decide(105.0) == Participants((True, True, False))
-    roll.arrived(2, 0, 106.0)  # too late: this opens no window for the exchange that comes next
+    roll.arrived(2, 0, 106.0)  # too late: this does not open a window for the next exchange
     assert roll.due_s() is None
     assert roll.decide(1e9) is None
 

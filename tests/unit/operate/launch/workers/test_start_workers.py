@@ -1,4 +1,4 @@
-"""The reports about cores and GPUs before workers start."""
+"""Reports about cores and GPUs, which are printed before workers start."""
 
 from __future__ import annotations
 

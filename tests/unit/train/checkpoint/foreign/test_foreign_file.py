@@ -32,7 +32,7 @@ def test_a_file_with_objects_is_refused(tmp_path):
         CheckpointError, match=r"model.pt contains more than tensors and plain values.*Save state_dicts"
     ) as caught:
         open_foreign(tmp_path / "model.pt")
-    # the reason is that of the unpickler
+    # the reason comes from the unpickler
     assert re.search(r"the file specifies: Unsupported global: GLOBAL torch.nn.*linear.Linear", str(caught.value))
 
 
