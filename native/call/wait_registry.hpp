@@ -76,7 +76,7 @@ class WaitRegistry {
         virtual bool send_query(int global_rank, const CallId& call) = 0;
     };
 
-    // Keeps one thread's wait registered from the first call of `update` until this object is destroyed.
+    // Keeps one thread's wait registered from the first call to `update` until this object is destroyed.
     class Entry {
       public:
         Entry() = default;

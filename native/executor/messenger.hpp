@@ -22,8 +22,8 @@
 // - A *failure* is the reason why the sender broke the group. A rank adopts the first failure report that it receives,
 //   fails all of its requests with it, and forwards it to all ranks, because each of them must have the reason before
 //   it detects that another rank has left. Later failure reports are ignored.
-// - *goodbye* is the last frame of a rank that destroys its group. Its peers fail their open requests to and from that
-//   rank; all other requests continue. If a lane is closed without a goodbye, its rank has died, and the group is
+// - *goodbye* is the last frame from a rank that destroys its group. Its peers fail their open requests to and from
+//   that rank; all other requests continue. If a lane is closed without a goodbye, its rank has died, and the group is
 //   broken. Peers are not trusted to follow this protocol: a frame that violates these rules counts as the peer's
 //   death.
 //

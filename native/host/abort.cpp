@@ -22,8 +22,9 @@ bool Group::adopt_abort() {
 void Group::abort() {
     if (aborted_by() >= 0) return;  // every rank reports the same aborting rank
     control(rank_).aborted.store(1, std::memory_order_release);
-    // A waiting thread sleeps on a cell of this rank or of any other awaited rank, so this wakes the threads on all
-    // cells. A thread that is about to sleep misses the wake-up and detects the abort in its next wait iteration.
+    // A waiting thread sleeps on a cell of this rank or of any other awaited rank, so this function wakes the threads
+    // on all cells. A thread that is about to sleep misses the wake-up and detects the abort in its next wait
+    // iteration.
     for (int r = 0; r < size_; ++r)
         for (Cell& each : control(r).cells) shm::futex_wake_all(each.round);
 }

@@ -30,9 +30,8 @@ struct Cores {
 
 Cores usable_cores();
 
-// Returns the number of processes per core that is available to `ranks[mine]`, taking into account overlapping
-// affinities and the cgroup's quota. If the result is above 1, a busy-waiting process takes CPU time from another
-// process.
+// Returns the number of processes per core available to `ranks[mine]`, taking into account overlapping affinities and
+// the cgroup's quota. If the result is above 1, a busy-waiting process takes CPU time from another process.
 double oversubscription(std::span<const Cores> ranks, std::size_t mine);
 
 // Returns true if each of these processes has a spare core for one more thread. `absent` is the number of similar

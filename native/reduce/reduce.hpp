@@ -1,5 +1,5 @@
 // Reductions of n arrays to one, in an order fixed by rank. The sources are combined in a pairwise tree over their
-// indices, for example ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), independent of the order of arrival. Results are
+// indices, for example ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), independently of the order of arrival. Results are
 // therefore bitwise equal on every rank and in every run. float16 and bfloat16 are accumulated in float32 and rounded
 // once. All SIMD levels round identically (without fused multiply-add).
 #pragma once

@@ -1,8 +1,8 @@
 // The format of the store's requests and answers.
 //
 //   u32 bytes that follow | u8 code | i64 number | u32 fields | (u32 length | bytes) for each field
-// Numbers are little-endian. A field's memory is allocated only as its bytes arrive, so a false length cannot cause a
-// large allocation.
+// Numbers are little-endian. A field's memory is allocated only as its bytes arrive, so an incorrect length cannot
+// cause a large allocation.
 #pragma once
 
 #include <cstdint>

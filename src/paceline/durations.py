@@ -1,4 +1,4 @@
-"""Conversion of timeouts and of text to numbers without overflow; the timeout `timedelta.max` means no limit."""
+"""Conversion of timeouts without overflow, and of text to numbers; the timeout `timedelta.max` means no limit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LARGEST = 10**18 - 1  # fits in 64 bits
 
 
 def whole_number(text: str, least: int = 0, most: int = _LARGEST) -> int | None:
-    """Returns the number that `text` consists of, or None if it is not a number from `least` to `most`.
+    """Returns the number in `text`, or None if `text` is not a whole number from `least` to `most`.
 
     Only ASCII digits count as digits. `int` also accepts other alphabets' digits, signs, spaces and underscores, which
-    the other programs that read the same flags and environment variables may not accept.
+    other programs that read the same flags and environment variables might reject.
 
     >>> whole_number("12"), whole_number("-1"), whole_number("1_0"), whole_number("\u0663"), whole_number("0", least=1)
     (12, None, None, None, None)

@@ -1,6 +1,6 @@
 """Paceline's error classes, and functions that format values and source files for error messages.
 
-A message has four parts: what was seen, where (rank, host, pid, call), what was expected, and what to do. Wrong
+A message has four parts: what was seen, where (rank, host, pid, call), what was expected, and what to do. Invalid
 arguments raise plain `ValueError` and `TypeError`; the errors below concern another process or a file.
 
 Programs written for torch.distributed catch that library's errors. In a process that has imported torch, these classes
@@ -49,7 +49,7 @@ def short_repr(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Escapes all characters but printable ones and line breaks, so that names in a file cannot control a terminal.
+    """Escapes all characters except printable ones and line breaks, so that names in a file cannot control a terminal.
 
     >>> printable("a\\x1b[2J")
     'a\\\\x1b[2J'

@@ -168,7 +168,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tens
 
 @eager
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """Returns all ranks' `tensor` in rank order on rank `dst`; on other ranks, returns the same number of zero tensors.
+    """Returns every rank's `tensor`, in rank order, on rank `dst`; on other ranks, returns as many zero tensors.
 
     The gradient of a rank's tensor is the gradient of its copy on rank `dst`; the gradients of the zeros are ignored.
     """
@@ -204,7 +204,7 @@ def scatter(tensors: Sequence[torch.Tensor] | None, src: int = 0, group: Group =
 
 @eager
 def all_gather(tensor: torch.Tensor, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """Returns all ranks' `tensor` in rank order on every rank. All tensors must have the same shape and dtype.
+    """Returns every rank's `tensor`, in rank order, on all ranks. All tensors must have the same shape and dtype.
 
     The gradient of a rank's tensor is the sum of the gradients of its copies on all ranks.
     """
@@ -215,7 +215,7 @@ def all_gather(tensor: torch.Tensor, group: Group = None) -> tuple[torch.Tensor,
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None
 ) -> torch.Tensor:
-    """Writes all ranks' `input_tensor` in rank order to `output_tensor` and returns it; gradients flow through it.
+    """Writes every rank's `input_tensor`, in rank order, to `output_tensor` and returns it; gradients flow through it.
 
     Args:
         output_tensor: a contiguous tensor of any shape with `world_size` times as many elements as `input_tensor`.

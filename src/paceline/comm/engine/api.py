@@ -1,4 +1,4 @@
-"""`Engine`, the interface of engines, which connect ranks and move tensors between them, and the list of all engines.
+"""`Engine`, the interface that engines implement to connect ranks and exchange tensors, and the list of all engines.
 
 An engine serves one type of device. It must
 
@@ -11,9 +11,9 @@ An engine serves one type of device. It must
 
 An engine need not handle
 
-- tensors (views, copies, dtypes, checks of arguments), for which `group/` is responsible;
-- PREMUL_SUM's factors, and collectives on objects, coalesced tensors and several GPUs, which become ordinary channel
-  calls;
+- tensors (views, copies, dtypes, argument checks), for which `group/` is responsible;
+- PREMUL_SUM's factors, and collectives on objects, on coalesced tensors or on several GPUs, which are translated into
+  ordinary channel calls;
 - the order of calls and a thread for asynchronous calls, which `adapters/serial_channel.py` provides;
 - operations, dtypes and reductions that its library lacks, because `adapters/schedule_executor.py` can run schedules
   over plain sends and receives.
@@ -122,7 +122,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """The engine's name in `backend=`."""
+        """The engine's name, as used in `backend=`."""
         ...
 
     @property
@@ -290,7 +290,7 @@ def start(name: str, context: EngineContext) -> Engine:
 
 
 def launcher_rendezvous(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousResult] | None:
-    """Returns the rendezvous function of an engine whose launcher (mpirun) starts and numbers the ranks.
+    """Returns the rendezvous function of an engine whose launcher (mpirun) starts the processes and assigns ranks.
 
     The function takes a timeout in seconds. The result is None if no engine in `backend` has such a launcher.
 

@@ -101,10 +101,10 @@ class DevicePieces(list[int]):
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a flat uint8 view of a dense tensor, in the order of its memory.
+    """Returns a flat uint8 view of a dense tensor, in memory order.
 
-    `Tensor.view(dtype)` requires that the last stride be 1. A tensor with a single element counts as contiguous with
-    any stride, as in `values[::4]` of four values, and flattening it keeps the stride.
+    `Tensor.view(dtype)` requires that the last stride be 1. A tensor with a single element, such as `values[::4]` for
+    four values, counts as contiguous with any stride, and flattening it keeps the stride.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -347,7 +347,7 @@ class Messages(Protocol):
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
     ) -> PendingMessage:
-        """Starts a send to a group rank; the send proceeds without `wait` if `background` is true."""
+        """Starts a send to a group rank; the send proceeds without a call to `wait` if `background` is true."""
         ...
 
     def receive(

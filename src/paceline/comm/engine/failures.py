@@ -224,7 +224,7 @@ class CallFailure:
 
     Args:
         said: the library's own message about the failure.
-        seen: a statement about the ranks in `gone`, for cases in which it is unknown whether they died or left.
+        seen: a statement about the ranks in `gone`, used if it is unknown whether they died or left.
     """
 
     code: OutcomeCode

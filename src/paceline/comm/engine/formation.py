@@ -111,7 +111,7 @@ _STORE_RANK = 0  # the rank that serves the store, unless the launcher serves it
 
 
 class Formation:
-    """A context manager around the formation of one group; publishes an error raised in its body to the other ranks.
+    """A context manager for the formation of one group; publishes an error raised in its body to the other ranks.
 
     Args:
         store: the store used for the rendezvous.
@@ -184,7 +184,7 @@ class Formation:
             raise self._without(lost)
 
     def await_news(self) -> None:
-        """Calls `look` repeatedly for as long as a report about a lost rank can take to arrive.
+        """Calls `look` repeatedly for the longest time that a report about a lost rank takes to arrive.
 
         Raises:
             RendezvousError: a rank gave up or died.

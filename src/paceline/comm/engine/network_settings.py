@@ -99,7 +99,7 @@ CONGESTION_VARIABLE = "PACELINE_CONGESTION"
 _PACED = "bbr"
 _UNPACED = ("cubic", "reno")
 _NEAR_US = 1000
-_MIN_RTT_AT = 148  # the offset of tcpi_min_rtt, in microseconds, in struct tcp_info (linux/tcp.h)
+_MIN_RTT_AT = 148  # the offset of tcpi_min_rtt (microseconds) in struct tcp_info (linux/tcp.h)
 _INFO_BYTES = 152
 _NAME_BYTES = 16
 

@@ -27,7 +27,7 @@ def _one_by_one(tensors: Iterable[object]) -> None:
 
 
 def _increment_versions() -> Count:
-    """Returns PyTorch's function or, in releases where it accepts only one tensor, a loop over the tensors."""
+    """Returns PyTorch's function or, where it accepts only one tensor, a function that loops over the tensors."""
     try:
         _increment([torch.empty(0, device="cpu")])
     except TypeError:
@@ -165,7 +165,7 @@ class Buffers:
     """The memory of a call's tensors; tensors that are not plain are replaced by copies.
 
     Args:
-        scale: the factor by which copies of the tensors to read are multiplied.
+        scale: the factor by which the tensors that the call reads are multiplied when they are copied.
         any_order: whether to pass the elements of channels-last tensors in memory order. The caller guarantees that all
             ranks use the same layout.
     """

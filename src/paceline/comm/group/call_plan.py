@@ -6,7 +6,7 @@ work with every release of torch.
 
 All functions raise:
     TypeError: a tensor's layout or dtype is not supported, or the reduction is not defined for its dtype.
-    ValueError: tensors are missing or superfluous, or do not fit together.
+    ValueError: tensors are missing, superfluous or inconsistent.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def plan_reduce(rank_map: RankMap, tensors: Tensors, root: int, op: Reduction, t
 
 
 def plan_all_gather(rank_map: RankMap, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
-    """Returns the plan for an all_gather; if the ranks' tensors differ in size, it is the plan for an all_to_all."""
+    """Returns the plan for an all_gather, or for an all_to_all if the ranks' tensors differ in size."""
     return _plan_gather(Operation.ALL_GATHER, rank_map, outputs, tensors, -1, timeout_ns)
 
 
@@ -253,7 +253,7 @@ def plan_reduce_scatter(
 def plan_uneven_reduce_scatter(
     rank_map: RankMap, output: Tensors, inputs: Sequence[Tensors], op: Reduction, timeout_ns: int
 ) -> list[CallPlan]:
-    """Returns the plans for the reduces, one to each rank, that perform a reduce_scatter with parts of different sizes.
+    """Returns plans for one reduce to each rank, which together perform a reduce_scatter with parts of different sizes.
 
     Copies this rank's part to `output`, where the reduce to this rank adds the parts of the other ranks.
     """

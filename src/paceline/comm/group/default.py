@@ -122,7 +122,7 @@ class OwnWorld(World):
 
 _world: OwnWorld | None = None
 _observed_size: int | None = None
-_inherited: tuple[int, int] | None = None  # the parent's rank and world size, in a process that a rank has forked
+_inherited: tuple[int, int] | None = None  # the parent's rank and world size, in a process forked by a rank
 _find_fallback: Callable[[], World | None] | None = None
 
 
@@ -276,7 +276,7 @@ def _wrong_group_text(group: object) -> str:
 
 
 def forget_parent() -> bool:
-    """Forgets the rank that has forked this process; returns False if there is none."""
+    """Forgets the rank that forked this process; returns False if there is none."""
     global _inherited
     had_parent = _inherited_world() is not None
     _inherited = None
@@ -284,7 +284,7 @@ def forget_parent() -> bool:
 
 
 def _inherited_world() -> tuple[int, int] | None:
-    """Returns the parent's rank and world size if a rank has forked this process, which has no group of its own."""
+    """Returns the parent's rank and world size if a rank forked this process, and this process has no group."""
     return _inherited if find_world() is None else None
 
 
@@ -300,7 +300,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_initialized() -> bool:
-    """Returns True if the default process group exists, also in a process that a rank has forked."""
+    """Returns True if the default process group exists, including in a process forked by a rank."""
     return find_world() is not None or _inherited is not None
 
 
@@ -312,7 +312,7 @@ def is_available() -> bool:
 def get_rank(group: Group = None) -> int:
     """Returns this process's rank in `group`, or -1 if it is not a member.
 
-    In a process that a rank has forked, such as a worker of a DataLoader, the parent's rank is returned.
+    In a process forked by a rank, such as a DataLoader worker, the parent's rank is returned.
     """
     if group is None and (last := observed_world_size()) is not None:
         return last
@@ -325,7 +325,7 @@ def get_rank(group: Group = None) -> int:
 def get_world_size(group: Group = None) -> int:
     """Returns the number of ranks in `group`, or -1 if this process is not a member.
 
-    In a process that a rank has forked, such as a worker of a DataLoader, the parent's world size is returned.
+    In a process forked by a rank, such as a DataLoader worker, the parent's world size is returned.
     """
     if group is None and (last := observed_world_size()) is not None:
         return last + 1

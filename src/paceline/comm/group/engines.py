@@ -39,7 +39,7 @@ class Devices:
         backend: the backend's name, for error messages.
         record: a function that adds an open group and its device type to the recording, and returns the group's serial
             number.
-        advice: the advice in errors about a tensor on a device without an opener; the default advice suggests an
+        advice: the advice in error messages about tensors on a device without an opener; the default advice suggests an
             engine.
     """
 

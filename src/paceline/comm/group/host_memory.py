@@ -104,7 +104,7 @@ def _shortage(error: OSError, group: ProcessGroup, nbytes: int) -> Exception:
 
 
 def _exchange(group: ProcessGroup, number: int, problem: Exception | None) -> list[int]:
-    """Returns all ranks' `number` in rank order; if any rank passes a `problem`, raises an error on all ranks."""
+    """Returns every rank's `number`, in rank order; if any rank passes a `problem`, raises an error on all ranks."""
     mine = json.dumps([number, str(problem) if problem else None]).encode()
     everyone = [json.loads(data) for data in group.all_gather_bytes(mine)]
     if problem is not None:

@@ -54,7 +54,7 @@ class GroupOptions:
     """Options for a default group; see `init_process_group`.
 
     Attributes:
-        costs: the link costs measured by earlier groups, to which this group adds its own, or None.
+        costs: the link costs measured by earlier groups, or None; this group adds its own measurements to them.
         identity: a number, the same on all ranks, that distinguishes the group from other groups of these ranks (see
             `engines.agreed_identity`). If None, groups are numbered in the order of their creation.
     """
@@ -107,9 +107,8 @@ def init_process_group(
         group_name: the group's name in error messages.
         pg_options: must be None; no engine has options.
         device_id: this rank's accelerator, given as a device with an index or by its index alone. It becomes the
-            current device and is used by `barrier`. The ranks' devices are connected immediately rather than at the
-            first tensor, so this function itself reports a wrong device. Either all ranks must pass this argument, or
-            none.
+            current device and is used by `barrier`. The ranks' devices are connected immediately rather than on first
+            use, so this function itself reports a wrong device. Either all ranks or none must pass this argument.
         interface: the network interface through which other hosts reach this host, given by its name or by one of its
             addresses. The default is PACELINE_IFACE, or else the interface on the route to the host of the rendezvous.
         algorithm: the algorithm for every collective that it implements: "ring", "halving_doubling", "tree", "star" or
@@ -126,11 +125,11 @@ def init_process_group(
             docs/hosts.md). It must be the same on every rank. The default is PACELINE_PORT, or else each listener has
             its own port.
         wire: the format ("bf16", "int8", "int4") to which this group rounds sums of floats between hosts, for tensors
-            of at least 1,024 elements in calls without a `wire` argument; see docs/slow-networks.md. Other groups are
-            exact unless they are created with a `wire`.
+            of at least 1,024 elements in calls without a `wire` argument; see docs/slow-networks.md. Sums in other
+            groups are exact unless the group is created with a `wire`.
 
     Raises:
-        ValueError: the default group already exists, or an argument is wrong; the message suggests a fix.
+        ValueError: the default group already exists, or an argument is invalid; the message suggests a fix.
         RendezvousError: two processes claim the same rank, a rank gave up or died, or world sizes differ.
         RendezvousTimeoutError: ranks are missing; the message lists them.
         AuthenticationError: the other end of a connection does not have this job's secret.

@@ -92,7 +92,7 @@ ANY_SOURCE = -1
 _LEAST_ROUNDED = 1024
 """The number of elements below which a group's own `wire` does not round a sum.
 
-Short tensors are often norms or counts, and rounding them would not save time.
+Small tensors are often norms or counts, and rounding them would not save time.
 """
 
 _ROUNDED_ONCE = (torch.float16, torch.bfloat16)  # the core accumulates these dtypes in float32
@@ -116,14 +116,14 @@ class ProcessGroup:
         name: the group's name in error messages.
         backend: the backend's name, which `get_backend` returns.
         openers: the functions that open the group on other devices, by device type.
-        advice: the advice in errors about a tensor on a device without an opener; the default advice suggests an
+        advice: the advice in error messages about tensors on a device without an opener; the default advice suggests an
             engine.
         engine_members: the members of the engine, if the engine connects more ranks than this group contains.
         identity: a number that identifies the group in recordings, the same on all members, or 0 if there is none.
         wire: the format to which sums of floats are rounded between hosts, or None for exact sums.
 
     Attributes:
-        rank_map: the members of the group, and the conversion of their ranks.
+        rank_map: the members of the group, with conversions between group ranks and ranks in the default group.
         ranks: the members' ranks in the default group, in the order of their group ranks.
         name: the group's name in error messages.
         backend: the backend's name.
@@ -762,7 +762,7 @@ class ProcessGroup:
     alltoall_base = all_to_all_single
 
     def fast_all_reduce(self, tensor: object, op: object) -> CallOutcome | Literal[False] | None:
-        """Does the same as a channel's `all_reduce_tensor`, with any channel and any release of PyTorch."""
+        """Equivalent of a channel's `all_reduce_tensor` that works with any channel and any release of PyTorch."""
         if not isinstance(tensor, torch.Tensor) or not isinstance(op, ReduceOp):
             return False
         quick = QUICK_CODES.get(tensor.dtype)

@@ -1,7 +1,7 @@
 """Sums of sparse tensors over all ranks.
 
 Each rank gathers the rows (indices and values) from all ranks and adds them in rank order, so the result is bitwise
-equal on every rank. The caller makes the collectives: an all_gather of the headers, and an all_to_all of the rows.
+equal on every rank. The caller performs the collectives: an all_gather of the headers, and an all_to_all of the rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SparseSum:
         header: the number of this rank's rows and a checksum of the tensor's properties, to be gathered on all ranks.
 
     Raises:
-        TypeError: the reduction is another one.
+        TypeError: `op` is any other reduction.
     """
 
     def __init__(self, tensor: torch.Tensor, op: Reduction) -> None:

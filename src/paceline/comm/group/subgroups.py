@@ -51,7 +51,7 @@ def new_subgroups(
     Raises:
         ValueError: `group_size` does not divide the number of ranks.
         CollectiveMismatchError: the ranks passed different arguments.
-        RendezvousTimeoutError: a rank did not call this.
+        RendezvousTimeoutError: a rank did not call this function.
     """
     parent = resolve(group)
     if parent is None:
@@ -80,7 +80,7 @@ def new_subgroups_by_enumeration(
     Raises:
         ValueError: there are no lists, a list is empty, or a rank does not exist or is in two lists.
         CollectiveMismatchError: the ranks passed different lists.
-        RendezvousTimeoutError: a rank did not call this.
+        RendezvousTimeoutError: a rank did not call this function.
     """
     return _split(
         default_group(),
@@ -112,7 +112,7 @@ def split_group(
     Raises:
         ValueError: there are no lists, a list is empty, or a rank does not exist or is in two lists.
         CollectiveMismatchError: the ranks passed different lists.
-        RendezvousTimeoutError: a rank did not call this.
+        RendezvousTimeoutError: a rank did not call this function.
     """
     parent = resolve(parent_pg)
     if parent is None:
@@ -360,7 +360,7 @@ def init_device_mesh(
         slice.
 
     Raises:
-        ValueError: the product of the shape is not the world size, or the names do not fit the shape.
+        ValueError: the product of the shape is not the world size, or the names do not match the shape.
         CollectiveMismatchError: the ranks passed different arguments.
         RendezvousTimeoutError: a rank did not call this function.
 

@@ -24,7 +24,7 @@ def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
     """Returns the rank and the world size; -1 is replaced by the value of RANK, WORLD_SIZE or the scheduler.
 
     Raises:
-        ValueError: a variable is missing or is not a whole number.
+        ValueError: a variable is missing or is not an integer.
         RuntimeError: multiprocessing imports a rank's script in this process; see `check_not_importing`.
     """
     if _is_without_launcher():
@@ -40,7 +40,7 @@ def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def check_not_importing(worker: str) -> None:
-    """Checks that this process is the worker that its environment describes, and not one that imports its script.
+    """Checks that this process is the worker described by its environment, not a process importing the worker's script.
 
     A process that multiprocessing starts with the method `spawn` or `forkserver` imports the main script of its parent
     and inherits its environment.

@@ -96,7 +96,7 @@ def rendezvous(
         timeout_s: the time to wait for the other ranks, in seconds; at most a hundred years.
 
     Raises:
-        ValueError: an argument, or the address, is wrong.
+        ValueError: an argument or the address is invalid.
         RendezvousError, RendezvousTimeoutError: see `claim_rank`.
     """
     timeout_s = min(timeout_s, LONGEST_S)

@@ -125,7 +125,7 @@ def rank_and_world_size_in_url(url: str, rank: int, world_size: int) -> tuple[in
     """Returns the rank and the world size. If an argument is -1, its value is read from the URL.
 
     Raises:
-        ValueError: the URL does not contain them, or they are not whole numbers.
+        ValueError: the URL does not contain them, or they are not integers.
     """
     split = urlsplit(url)
     query = parse_qs(split.query)

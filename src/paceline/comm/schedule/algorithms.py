@@ -31,7 +31,7 @@ ALGORITHMS = {name: offered for name, (offered, _) in _ENTRIES.items()}
 """For each algorithm, its operations and the functions that build a rank's schedule."""
 
 QUANTIZED = dict.fromkeys(quantized.WIRES, quantized.OFFERS)
-"""The operations that each quantized format supports. Only a call selects such a format, never the cost model."""
+"""The operations that each quantized format supports. Only the caller selects such a format, never the cost model."""
 
 SYNTHESIZED = "synthesized"
 """The algorithm name for schedules that `synthesis.py` creates."""

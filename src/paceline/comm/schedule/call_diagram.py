@@ -28,8 +28,9 @@ STYLE = """
 def draw_call(algorithm: str, operation: Operation, nbytes: int, network: Network, root: int = 0) -> str:
     """Returns an SVG of a call: ranks from top to bottom, time from left to right, and a band for each message.
 
-    A band begins on the sender's line, at the interval in which the bytes are sent. It ends on the receiver's line, at
-    the interval in which they arrive. The color of a band depends on the message's first block.
+    A band begins on the sender's line, where it spans the interval in which the bytes are sent. It ends on the
+    receiver's line, where it spans the interval in which they arrive. The color of a band depends on the message's
+    first block.
 
     Raises:
         ValueError: the algorithm does not implement the operation, or there are too many ranks or messages for a

@@ -121,7 +121,7 @@ def _slices_around(blocks: Sequence[int], first: int, count: int) -> list[Buffer
 def phase_latency_s(n: int, radix: int, link: LinkCost, calls: int = 1) -> float:
     """Returns the total latency, in seconds, of `calls` sequential phases among n members.
 
-    The messages of a round are in flight at the same time, but each message occupies its rank for a part of the
+    The messages in a round are in flight at the same time, but each message occupies its rank for a part of the
     message's alpha.
     """
     flight_s = link.alpha_s - link.busy_s

@@ -90,7 +90,7 @@ class Network:
         groups: the racks or regions; a host is in at most one of them.
         pairs: the additional links between pairs of hosts, keyed by (source, target).
         gamma_s_per_byte: the time that a rank takes to reduce a byte, in seconds.
-        nodes: the links of hosts whose link differs from `node`.
+        nodes: the links of individual hosts, where they differ from `node`.
     """
 
     hosts: tuple[tuple[int, ...], ...]

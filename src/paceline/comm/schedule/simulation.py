@@ -231,7 +231,7 @@ def simulate_call(
         speeds: the relative speed at which each rank copies and reduces; 1 by default.
         record: whether to record the messages.
         root: the root, if the operation has one.
-        fold: whether one host may represent all hosts in cases in which this is exact.
+        fold: whether to let one host represent all hosts where this is exact.
 
     Raises:
         ValueError: the algorithm does not implement the operation, the number of arrivals or speeds differs from the

@@ -1,4 +1,4 @@
-"""The star, or parameter server, in which all data passes through one rank, the root or rank 0.
+"""The star, or parameter server, in which all data passes through one rank (the root or rank 0).
 
 The star serves as a baseline. Data takes at most two hops, but all ranks' bytes cross the central rank's link, so the
 duration grows with the world size much faster than that of other algorithms. With few ranks and tiny tensors, the star

@@ -1,4 +1,4 @@
-"""Synthesis of all-reduce schedules for networks with unequal links, their proof, and selection by simulation.
+"""Synthesis of all-reduce schedules for networks with unequal links, their verification, and selection by simulation.
 
 `pack` packs trees into the network: each part of a tensor is summed along one tree and distributed along another.
 `synthesized_all_reduce` converts the transfers along the trees to steps for each rank. If all hosts have the same

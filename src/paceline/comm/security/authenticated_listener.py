@@ -51,7 +51,7 @@ class AuthenticatedListener:
 
     Args:
         listener: the listening socket, which this object closes.
-        key: the key that the peer must prove.
+        key: the key whose possession the peer must prove.
         channel: the name (at most eight letters) of the channel that the peer must request.
         admit: a function that is called with each admitted connection, on the connection's thread. It must close the
             connection.

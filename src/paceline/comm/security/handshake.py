@@ -47,7 +47,7 @@ class HandshakeUnfinishedError(AuthenticationError):
 
 
 class PeerGoneError(HandshakeUnfinishedError):
-    """The peer closed the connection without having sent invalid data. It exited, or requested another service."""
+    """The peer closed the connection without sending invalid data. It either exited or requested another service."""
 
 
 class PeerHello:
@@ -97,7 +97,7 @@ def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s
     """Encrypts a new connection on the accepting side if the peer begins with TLS.
 
     Raises:
-        AuthenticationError: the connection is plaintext although encryption is required, or the peer has another
+        AuthenticationError: the connection is plaintext although encryption is required, or the peer has a different
             certificate.
         HandshakeUnfinishedError: the handshake did not begin or did not complete in time.
     """

@@ -1,11 +1,11 @@
 """Store in a file that several processes open, possibly over NFS.
 
-The file is a log of the operations that changed the store; every process replays it. Processes coordinate with locks on
-bytes beyond any data. A process locks the first of these bytes during an operation, and holds a shared lock on the
-second one while it has the store open. A process that finds this second byte unlocked when it opens the file is the
-only user and restarts the log, so a file from an earlier run is harmless. A file that does not begin like a log is not
-changed, and neither is a file to which other users have access. A process with last wills locks a byte of its own; a
-waiting process that finds this byte unlocked executes the wills.
+The file is a log of the operations that changed the store; every process replays it. Processes coordinate by locking
+bytes at offsets beyond any data. A process locks the first of these bytes during an operation, and holds a shared lock
+on the second one while it has the store open. A process that finds this second byte unlocked when it opens the file is
+the only user and restarts the log, so a file from an earlier run is harmless. A file that does not begin like a log is
+not changed, and neither is a file to which other users have access. A process with last wills locks a byte of its own;
+a waiting process that finds this byte unlocked executes the wills.
 """
 
 from __future__ import annotations

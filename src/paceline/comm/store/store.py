@@ -93,7 +93,7 @@ class Store(ABC):
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
         """Sets `key` to `desired_value` if its value is `expected_value`; a missing key counts as empty.
 
-        Returns the value afterward, or `expected_value` if the key is still missing.
+        Returns the key's value after the operation, or `expected_value` if the key is still missing.
         """
         return self._ask(StoreOp.COMPARE_SET, [_key(key), _bytes(expected_value), _bytes(desired_value)])[1][0]
 

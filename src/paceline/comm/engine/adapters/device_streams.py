@@ -1,4 +1,4 @@
-"""Streams and events of any accelerator that PyTorch supports, through the device's own module (`torch.cuda`, ...).
+"""Streams and events for any accelerator that PyTorch supports, through the device's own module (`torch.cuda`, ...).
 
 An engine runs a group's calls on its own `AcceleratorStream`. `follow` makes this stream wait for the program's stream,
 `record` records an `AcceleratorEvent` after the work enqueued so far, and `AcceleratorEvent.order` makes the program's
@@ -26,7 +26,7 @@ class AcceleratorEvent:
 
     Args:
         device: the stream's device, with its index.
-        event: the recorded event, an object of the device's module, or None on the CPU.
+        event: the recorded event, an object from the device's module; None on the CPU.
     """
 
     def __init__(self, device: torch.device, event: Any) -> None:
@@ -58,7 +58,7 @@ class AcceleratorEvent:
                 self._event.synchronize()
 
     def elapsed_s(self, later: AcceleratorEvent) -> float:
-        """Returns the device time in seconds between two complete events, both recorded with `timing`; 0 on the CPU."""
+        """Returns the device time, in seconds, between two completed events recorded with `timing`; 0 on the CPU."""
         if self._event is None:
             return 0.0
         with _beside_captures(self._device):
@@ -70,7 +70,7 @@ class AcceleratorStream:
 
     Args:
         device: the device. If it has no index, the calling thread's current device of this type is used.
-        high_priority: whether the device runs this stream's work first; useful if other ranks wait for the calls.
+        high_priority: whether this stream's work has priority on the device; useful if other ranks wait for the calls.
     """
 
     def __init__(self, device: torch.device, high_priority: bool = True) -> None:
@@ -323,7 +323,7 @@ def memory_at(address: int, nbytes: int, device: torch.device, dtype: torch.dtyp
 
 
 def copy_pieces(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each source to the target of the same size, on one device's current stream and with few kernels."""
+    """Copies each source to the target of the same size on the device's current stream, using few kernels."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     elif targets:

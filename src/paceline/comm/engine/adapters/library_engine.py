@@ -26,7 +26,7 @@ _MOST_NAMED = 4
 
 
 class MemberExit(Enum):
-    """The way a rank exited; the value is stored under the rank's key in the store."""
+    """The way in which a rank exited; the value is stored under the rank's key in the store."""
 
     DIED = "died"
     LEFT = "left"
@@ -69,7 +69,7 @@ def announce_leave(context: EngineContext) -> None:
 
 
 def exit_of(store: Store | None, member: RankIdentity) -> MemberExit | None:
-    """Returns the way a rank exited, or None if it is running or its state is unknown.
+    """Returns how a rank exited, or None if it is running or its state is unknown.
 
     If there is no store, or the store has no entry for the rank, the rank counts as dead if its process has exited.
 
@@ -135,7 +135,7 @@ _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class _WaitChain:
-    """The ranks that other ranks are waiting for in any group, as published by ranks whose calls have timed out.
+    """The waits between ranks in all groups, as published by ranks whose calls have timed out.
 
     A rank publishes the ranks that it is waiting for only while it diagnoses its own timeout. Ranks that wait for each
     other are therefore detected only if their calls time out at about the same time.
@@ -222,7 +222,7 @@ class FailureDiagnosis:
         Args:
             history: this rank's latest calls; the last one is the call that failed.
             said: the library's message, or "" if the call timed out.
-            waited_ns: the time that the call waited, in nanoseconds.
+            waited_ns: the duration of the call's wait, in nanoseconds.
         """
         waits = _WaitChain(self._store, self.members[self.rank].rank)
         awaited = {rank: key for rank, key in enumerate(self._keys) if rank != self.rank and not said}
@@ -300,7 +300,7 @@ class FailureDiagnosis:
         return CallFailure(OutcomeCode.PEER_LOST, said, gone=left, left=left) if left else None
 
     def _ask(self, history: Sequence[HeaderFields], waits: _WaitChain) -> tuple[dict[int, str], bool]:
-        """Returns the answers of all ranks, including this one, and whether the store is still available.
+        """Returns the answers from all ranks, including this one, and whether the store is still available.
 
         Waits, for at most `_PATIENCE_S`, until every rank has answered or is known to have exited.
         """

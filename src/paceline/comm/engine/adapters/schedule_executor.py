@@ -86,7 +86,7 @@ class BlockTransfer(Protocol):
     """A message in progress."""
 
     def wait(self, deadline_ns: int) -> None:
-        """Waits for the message until `deadline_ns` (on the monotonic clock) at the latest.
+        """Waits for the message to complete, at most until `deadline_ns` (on the monotonic clock).
 
         Raises:
             CallTimeout, LibraryError: see `SerialChannel.perform`.
@@ -101,7 +101,7 @@ class BlockTransport(Protocol):
         ...
 
     def receive(self, peer: int, address: int, nbytes: int) -> BlockTransfer:
-        """Starts a receive of `nbytes` bytes to `address` from a group rank."""
+        """Starts a receive of `nbytes` bytes into `address` from a group rank."""
         ...
 
 

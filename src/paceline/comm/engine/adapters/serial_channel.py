@@ -32,7 +32,7 @@ class WaitedMessage:
     Args:
         finish: a function that waits for the message and returns the sender's group rank and the outcome.
         recorded: the message's entry in the recording.
-        background: whether the message proceeds without `wait`.
+        background: whether the message proceeds without a call to `wait`.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
 Within a time budget, rank 0 measures round trips to a rank on its own host and to a rank on another host. If there are
 only a few hosts, the hosts' first ranks also measure the links between all pairs of hosts, to detect unequal links.
-These measurements follow the rounds of a tournament (`comm/schedule/network.py`), first in one direction of a pair and
-then in the other. Links that appear to be unequal are measured again, and the shortest time is used, because a busy
-host also appears slow.
+These measurements follow the rounds of a tournament (`comm/schedule/network.py`). Each pair is measured first in one
+direction and then in the other. Links that appear to be unequal are measured again, and the shortest time is used,
+because a busy host also appears slow.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REDUCED = 1 << 20
 
 
 class Probe:
-    """The messages for a measurement between this rank and another rank."""
+    """The messages exchanged in a measurement between this rank and another rank."""
 
     def __init__(self, formation: Formation, topology: Topology, links: Messages, peer: int) -> None:
         self._formation = formation

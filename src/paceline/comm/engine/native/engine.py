@@ -118,7 +118,7 @@ class ScheduledChannel(EngineChannel):
         self._size = sum(map(len, hosts))
         self._model = model
         self._forced = forced
-        # Bounded caches are sufficient, because programs repeat a small number of sizes.
+        # Bounded caches are sufficient, because programs use only a few different sizes.
         self._uneven = network if network is not None and can_synthesize(network) else None
         self._synthesized = synthesize(self._uneven) if self._uneven is not None else []
         self._choice = functools.lru_cache(1024)(self.choose)
@@ -173,7 +173,7 @@ class ScheduledChannel(EngineChannel):
             logging.getLogger(__name__).info(describe_miss(PredictionMiss(*found)))
 
     def _planned(self, call: CollectiveCall) -> tuple[_core.Schedule, CollectiveCall, int]:
-        """Returns the call's schedule, the call, and its predicted time in nanoseconds (0 if there is none)."""
+        """Returns the call's schedule, the call, and the predicted time in nanoseconds (0 without a prediction)."""
         if call.wire:
             return self._schedule(WIRES[call.wire - 1], call.operation, call.root), call, 0
         choice = self._choice(call.operation, self._nbytes(call))
@@ -200,7 +200,7 @@ class ScheduledChannel(EngineChannel):
 
 @dataclass(frozen=True)
 class HostRanks:
-    """A group's ranks on this host, connected by a mesh, and the memory that they share beyond a single call.
+    """A group's ranks on this host, connected by a mesh, and the memory that they share for longer than a single call.
 
     Attributes:
         mesh: the mesh that connects the ranks.

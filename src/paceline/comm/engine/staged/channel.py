@@ -5,8 +5,8 @@ memory, the thread performs the call on the copy, and another stream copies the 
 the call for one chunk, the streams copy the chunks before and after it.
 
 The streams wait for work that the program enqueued before the call, and `StagedWork.wait` makes the program's current
-stream wait for the results. `StagedWork.wait` also blocks the program's thread until the last copy back has been
-enqueued, because a stream cannot wait for an event that does not exist yet.
+stream wait for the results. `StagedWork.wait` also blocks the program's thread until the last copy to the device has
+been enqueued, because a stream cannot wait for an event that does not exist yet.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory for staged calls: division of tensors into chunks, pinned host memory, and copies.
 
-All buffers of a call are divided at the same positions, so each chunk is itself a call with the same operation. The
+All buffers in a call are divided at the same positions, so each chunk is itself a call with the same operation. The
 division depends only on the operation, the number of ranks and the sizes, and is therefore the same on all ranks.
 Copies are enqueued on the calling thread's current stream.
 """
@@ -27,7 +27,7 @@ ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
 
 @dataclass(frozen=True)
 class StagedBuffer:
-    """A buffer of a call; it occupies the same part of the slot for every chunk.
+    """A buffer in a call; it occupies the same part of the slot for every chunk.
 
     Attributes:
         nbytes: the length of the whole buffer.

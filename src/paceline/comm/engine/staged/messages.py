@@ -33,7 +33,7 @@ class OutgoingDeviceMessage:
     """A send in progress; see `engine.channel.PendingMessage`.
 
     Args:
-        copied: the event after the copy to host memory.
+        copied: the event recorded after the copy to host memory.
         host: the host memory, kept until the message is complete.
         start: a function that begins sending the host memory.
         advance: a function that begins, in order, all of the group's sends that are ready.
@@ -64,7 +64,7 @@ class OutgoingDeviceMessage:
         self._failure: CallOutcome | None = None
 
     def begin(self) -> bool:
-        """Begins the message if its data is copied, or fails it if the copy is late; returns False if it must wait."""
+        """Begins the message once its data is copied, or fails it if the copy is late; returns False until then."""
         if self._message is None and self._failure is None:
             if self._copied.done():
                 assert self._start is not None

@@ -1,9 +1,9 @@
 """Translation of each collective call into a single PyTorch process-group operation on flat tensors.
 
-The choice of operation depends only on properties that are the same on all ranks, never on the addresses of a
-rank's tensors. Pieces that are not adjacent in memory are copied to a flat buffer. Data that is moved but not reduced
-is passed as bytes. A dtype that the process group does not support is reduced as another dtype with the same result:
-booleans as bytes of 0 and 1, complex numbers as pairs of floats, unsigned sums as signed sums.
+The choice of operation depends only on properties that are the same on all ranks, never on the addresses of a rank's
+tensors. Pieces that are not adjacent in memory are copied to a flat buffer. Data that is moved but not reduced is
+passed as bytes. A dtype that the process group does not support is reduced as another dtype that yields the same
+result: booleans as bytes of 0 and 1, complex numbers as pairs of floats, unsigned sums as signed sums.
 """
 
 from __future__ import annotations

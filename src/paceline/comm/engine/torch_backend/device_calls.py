@@ -64,7 +64,7 @@ class CallInFlight:
         header: the call as described in failure reports.
         started, deadline: the time at which the program made the call, and the time by which it must complete.
         recorded: the call's entry in the recording.
-        event: the position after the call on the stream; None until the call is on the stream.
+        event: the event recorded on the stream after the call; None until the call is on the stream.
         program_stream: the stream that was current when the call was enqueued; None on the CPU.
         is_captured: whether the call was captured into a graph, in which case its completion cannot be observed.
         failure: the reason why the call failed; None while the call runs and after it succeeded.
@@ -82,13 +82,14 @@ class CallInFlight:
 
 @dataclass(frozen=True)
 class StreamRanks:
-    """The ranks that a call stream connects, in the order of its process group.
+    """The ranks that a call stream connects, in the order of their ranks in its process group.
 
     Attributes:
         members: the ranks with their hosts and processes.
         group_ranks: the group ranks of `members`, for failure reports.
         index: the index of this rank in `members`.
-        are_pair: whether the ranks are the sender and the receiver of messages, rather than the ranks of collectives.
+        are_pair: whether the ranks are the sender and the receiver of messages, rather than participants in
+            collectives.
     """
 
     members: tuple[RankIdentity, ...]
@@ -284,7 +285,7 @@ class CallStream:
         return CallFailure(OutcomeCode.REFUSED, said=f"{_first_line(error)}. {self._settings.advice}")
 
     def look(self) -> bool:
-        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call this again.
+        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call it again.
 
         Only a thread that does nothing else may call this; see `device_streams.polled`.
         """
@@ -343,7 +344,7 @@ class CallStream:
         )
 
     def _mismatch(self, calls: Sequence[HeaderFields]) -> CallFailure:
-        """Returns the failure for mismatched calls, given the call of each rank by index."""
+        """Returns the failure for mismatched calls, given each rank's call by index."""
         by_group_rank = self._by_group_rank(calls)
         me = self._ranks.group_ranks[self._ranks.index]
         return CallFailure(OutcomeCode.MISMATCH, reporter=me, calls=by_group_rank, algorithms=[0] * len(by_group_rank))
@@ -471,7 +472,7 @@ class CallStream:
                 )
 
     def forget_peers(self) -> None:
-        """Stops watching the other ranks; the watch must have been closed. Idempotent."""
+        """Stops watching the other ranks; the watch must already be closed. Idempotent."""
         if self._peers is not None:
             self._peers.close()
 

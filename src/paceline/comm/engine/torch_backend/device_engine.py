@@ -300,7 +300,7 @@ class DeviceMessages:
                 return StartedCall(group.send([buffer.copy_in().tensor()], 1, 0))
             return StartedCall(group.recv([buffer.tensor()], 0, 0), [buffer])
 
-        # The header stores the tag in place of a root, so a timeout reveals ranks with different tags.
+        # The header stores the tag in place of a root, so the error for a timeout shows that ranks used different tags.
         header: HeaderFields = (0, 0, dtype, 0, tag, nbytes)
         message = DeviceMessage(source)
         lane.put(message, lambda after: calls.enqueue(start, header, timeout_ns, recorded, after))

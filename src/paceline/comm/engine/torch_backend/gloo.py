@@ -47,7 +47,7 @@ class GlooTransfer:
         self._work = work
 
     def wait(self, deadline_ns: int) -> None:
-        """Waits for the message until the deadline (on the monotonic clock) at the latest."""
+        """Waits for the message to complete, at most until the deadline (on the monotonic clock)."""
         remaining = timedelta(microseconds=(deadline_ns - time.monotonic_ns()) / 1000)
         with translated(deadline_ns):
             self._work.wait(max(SHORTEST, remaining))

@@ -39,7 +39,7 @@ class RankProgress:
         store: a store for the exclusive use of this object.
         index: the index of this rank in the process group.
         size: the number of ranks.
-        kept: the number of latest calls to publish for comparison.
+        kept: the number of recent calls to publish for comparison.
     """
 
     def __init__(self, store: Store, index: int, size: int, kept: int = 64) -> None:
@@ -67,7 +67,7 @@ class RankProgress:
         return self.is_published and self._comparisons == 0
 
     def publish(self, at_once: bool = False) -> None:
-        """Publishes the latest calls, at most once every half second unless `at_once`."""
+        """Publishes the latest calls, at most once every half second unless `at_once` is true."""
         now = time.monotonic()
         if not self.is_published and (at_once or now - self._published_at > self._interval_s):
             calls = list(self._calls)
@@ -83,11 +83,11 @@ class RankProgress:
         return [index for index, (sequence, *_) in enumerate(self.latest()) if sequence < call[0]]
 
     def difference(self, at_once: bool = False) -> dict[int, HeaderFields]:
-        """Returns this rank's call and the next rank's call with the first sequence number at which the calls differ.
+        """Returns this rank's and the next rank's calls at the first sequence number at which the two calls differ.
 
         The result maps the indices of the two ranks to their calls; it is empty if no published calls differ. Unless
-        `at_once`, the store is polled as often as this rank publishes, and then a few times more until the other rank
-        has published as many calls.
+        `at_once` is true, the store is polled as often as this rank publishes, and then a few times more until the
+        other rank has published as many calls.
         """
         now = time.monotonic()
         if self._size == 1:

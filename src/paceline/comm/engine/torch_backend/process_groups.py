@@ -32,7 +32,7 @@ _WITHOUT_WATCHDOG: Mapping[str, str | None] = {
     "NCCL_ASYNC_ERROR_HANDLING": None,  # the former name of the same setting
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # `wait` must not block the thread
     "NCCL_BLOCKING_WAIT": None,
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a late thread must not terminate the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a late heartbeat must not terminate the process
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # a device error must not terminate the process
     "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "0",

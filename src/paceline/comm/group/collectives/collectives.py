@@ -263,7 +263,7 @@ def all_gather(
     """Gathers every rank's `tensor` on all ranks; `tensor_list[r]` receives rank r's tensor.
 
     The ranks' tensors may differ in size. All ranks must then pass the same sizes in `tensor_list`, and the call is
-    performed as an `all_to_all`, under which name it appears in errors, recordings and profiles.
+    performed as an `all_to_all` and appears as such in errors, recordings and profiles.
 
     Args:
         tensor_list: a list of one tensor for each rank, with the dtype and number of elements of that rank's `tensor`.
@@ -334,7 +334,7 @@ def reduce_scatter(
     """Reduces `input_list[r]` over all ranks into the `output` of rank r.
 
     The parts may differ in size. All ranks must then pass the same sizes in `input_list`, and the call is performed as
-    one `reduce` to each rank in turn, under which name it appears in errors, recordings and profiles.
+    one `reduce` to each rank in turn and appears as such in errors, recordings and profiles.
 
     Args:
         output: a tensor with the dtype and number of elements of this rank's entry in `input_list`.
@@ -449,7 +449,7 @@ def all_to_all_single(
 
 
 def explain(operation: str, nbytes: int, group: Group = None) -> str:
-    """Returns a printable table of the algorithm that `group` uses for a call and the times of all candidates.
+    """Returns a printable table with the algorithm that `group` uses for a call and the times of all candidates.
 
     Args:
         operation: the name of a collective, such as "all_reduce".

@@ -1,4 +1,4 @@
-"""Converts Python objects to and from bytes: msgpack, plus separate buffers for tensors, arrays and long bytes.
+"""Conversion of Python objects to and from bytes, with msgpack and separate buffers for tensors, arrays and long bytes.
 
 A decoded object is equal to the original and of the same type; objects for which this is impossible are rejected before
 any data is sent. A body is one byte (`BodyFormat`) followed by msgpack or, if the sender allowed it, a pickle. Decoding

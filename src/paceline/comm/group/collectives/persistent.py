@@ -112,7 +112,7 @@ class PersistentCall(_core.FastPathCall):
             if work.is_completed():
                 self.is_started, self._work = False, None
             raise
-        self.is_started, self._work = False, None  # on a device, the call may still be running; the next waits for it
+        self.is_started, self._work = False, None  # on a device, the call may still be running; the next one waits
 
     @eager
     def test(self) -> bool:
