@@ -26,7 +26,7 @@ from turns import leave_rows, rows_of_ranks, rows_of_steps, take_turns
 
 ROUNDS = 20
 STEPS = 4
-SETTLING_STEPS = 8  # warm-up steps of the bare model, while the allocator still grows
+SETTLING_STEPS = 8  # warm-up steps of the bare model, until its memory stops growing
 LEARNING_RATE = 1e-6  # the loss is a sum and has no minimum: with larger steps it diverges within the run
 
 

@@ -52,8 +52,8 @@ def libraries(intel_in: str | None = None) -> list[Library]:
     """Returns the installed libraries.
 
     Args:
-        intel_in: The folder of Intel MPI; if Intel MPI is missing, it is installed there. "default" is the folder
-            `impi` of this environment. If None, Intel MPI is returned only if the default folder contains it.
+        intel_in: The folder of Intel MPI; if Intel MPI is missing, it is installed there. "default" is the `impi`
+            folder in this environment. If None, Intel MPI is returned only if the default folder contains it.
     """
     base = Path(sys.prefix)
     found = [Library(name, base / "mpi" / name) for name in _MADE_BY_MAKE]

@@ -24,7 +24,7 @@ LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT, BATCH = 12, 768, 12, 50304, 1024, 8
 
 
 class Transformer(nn.Module):
-    """A transformer of the size of GPT-2 small; its last layer shares its weights with the first."""
+    """A transformer the size of GPT-2 small; its last layer shares its weights with the first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from turns import leave_rows, rows_of_ranks, rows_of_steps, take_turns
 MODELS = ["transformer", "CNN"]
 ROUNDS = 20
 STEPS = 4
-SETTLING_STEPS = 8  # warm-up steps, while the allocator still grows
+SETTLING_STEPS = 8  # warm-up steps, until the memory stops growing
 
 
 def shards_stepper(model: nn.Module, x: torch.Tensor, rank: int, ranks: int) -> Callable[[], None]:

@@ -65,7 +65,8 @@ model.module.load_state_dict(loaded["model"])
 optimizer.load_state_dict(loaded["optimizer"])
 tell(f"by hand: {path.stat().st_size} bytes, all written by rank 0")
 
-# Pitfall 1: if the job dies while a file is written in place, the file is truncated and the old checkpoint is lost.
+# Pitfall 1: if the job dies while a file is being written in place, the file is truncated and the old checkpoint is
+# lost.
 if rank == 0:
     torn = directory / "torn.pt"
     shutil.copy(path, torn)  # the old checkpoint

@@ -29,7 +29,7 @@ from nightly_parts import Part, parts
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "build" / "nightly"
 PAGE = ROOT / "docs" / "nightly.md"
-_LINES_SHOWN = 15  # lines of a failed part's log to print
+_LINES_SHOWN = 15  # number of lines printed from a failed part's log
 _SUMMARIES = (
     r"^=+ (.*(?:passed|skipped).*) in .* =+$",  # pytest's summary
     r"^(\d+% tests passed.* out of \d+)$",  # ctest's summary

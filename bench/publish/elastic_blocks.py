@@ -34,7 +34,7 @@ def deaths(results: Results) -> str:
 
 
 def joining(results: Results) -> str:
-    """Returns a table about joining replacements, for both loops."""
+    """Returns a table about replacements that join, for both loops."""
 
     def times(row: Row, p50: str, most: str | None = None) -> str:
         if row[p50] is None:

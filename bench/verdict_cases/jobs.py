@@ -106,7 +106,7 @@ def _room(fault: str) -> Iterator[Path | None]:
 
 
 def _has_killed(room: Path) -> bool:
-    """Returns True if the kernel has killed a process of a cgroup that ran out of memory."""
+    """Returns True if the kernel has killed a process in a cgroup that ran out of memory."""
     return re.search(r"^oom_kill [1-9]", (room / "memory.oom_control").read_text(), re.MULTILINE) is not None
 
 

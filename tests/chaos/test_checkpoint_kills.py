@@ -16,8 +16,8 @@ TESTS = Path(__file__).parents[1]
 
 def test_no_kill_at_any_operation_loses_a_checkpoint():
     environment = {**launching.ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "support")])}
-    # The directory is in memory if possible, because syncs are slow on a busy disk, and written data survives a kill
-    # anyway.
+    # The directory is in memory if possible, because syncs are slow on a busy disk, and written data survives the death
+    # of a process anyway.
     in_memory = Path("/dev/shm")
     with TemporaryDirectory(prefix="paceline-kills-", dir=in_memory if in_memory.is_dir() else None) as directory:
         done = subprocess.run(

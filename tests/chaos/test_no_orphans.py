@@ -228,7 +228,7 @@ def test_a_daemon_of_a_worker_ends_with_an_interrupted_job(with_daemon):
 
 @pytest.fixture
 def delegated():
-    """Returns the cgroup in which jobs can create their own; skips the test if this is not possible."""
+    """Returns the cgroup in which jobs can create their own cgroups; skips the test if this is not possible."""
     probe = Cgroup.planned()
     if probe is None or not probe.make():
         pytest.skip("this user cannot make a cgroup of version 2 here")

@@ -90,7 +90,7 @@ def steps_are_recorded_and_nothing_waits_for_it(rank: int) -> None:
         optimizer.step()
 
     waits = []
-    for is_paused in (False, True, False, True, False):  # the first steps connect, and fix the bucket order
+    for is_paused in (False, True, False, True, False):  # the first steps connect and determine the bucket order
         _core.pause_recording(is_paused)
         with torch.fake.counted() as counts:
             step()

@@ -37,7 +37,8 @@ def test_two_groups_that_wait_for_each_other_are_named(library, tmp_path, capsys
     assert "The ranks wait for each other: all of them must make the calls and messages" in told
     assert main(["analyze", str(recordings)]) == 1
     found_later = capsys.readouterr().out
-    # mpirun may kill one rank when the other exits, and a rank that was killed is still in its call.
+    # mpirun may kill one rank when the other exits, and the recording of a killed rank shows that it is still in its
+    # call.
     assert all(re.search(f"rank {rank} wait(s|ed) in ", found_later.partition("deadlock: ")[2]) for rank in range(2))
     for number in (1, 2):
         call = f"all_reduce(float32, 4) call 2 of the group of ranks [0, 1] (no. {number} of 2) (script.py:10)"

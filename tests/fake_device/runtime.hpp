@@ -33,7 +33,7 @@ struct Counters {
     std::atomic<int64_t> kernels{0};           // operators, both asynchronous and waited for
     std::atomic<int64_t> waiting_kernels{0};   // operators for which the host waited only because this device is simple
     std::atomic<int64_t> copies{0};            // between the host and a device, or between two devices
-    std::atomic<int64_t> synchronizations{0};  // waits of the host that would also occur with a GPU
+    std::atomic<int64_t> synchronizations{0};  // host waits that would also occur with a GPU
     std::atomic<int64_t> allocations{0};
     std::atomic<int64_t> events{0};
 };

@@ -21,7 +21,7 @@ def stay_away(directory: str) -> list[tuple[str, str, float]]:
     for number, call in enumerate([*CALLS.values(), None]):
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
-        for _ in range(5):  # too short for a rank to report that it waits in the call
+        for _ in range(5):  # too short for a rank to report that it is waiting
             dist.all_reduce(torch.ones(3), group=group)
         if call is not None:
             group.set_timeout(timedelta(seconds=0.5))

@@ -108,7 +108,7 @@ def test_two_machines_that_accept_nothing_are_named(hosts):
 
 def reduce_by_torch(directory: str) -> list[float]:
     await_word(directory, OPEN)
-    os.environ["PACELINE_PORT"] = str(PORT)  # if set at startup, `import torch` runs the next lines
+    os.environ["PACELINE_PORT"] = str(PORT)  # if set at startup, `import torch` does what follows
     handlers = vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]
     torch_backend.replace_env_handler()
     assert handlers["env"] is torch_backend.env_rendezvous_handler

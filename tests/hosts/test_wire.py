@@ -71,7 +71,7 @@ def test_conditions_that_cannot_be_are_refused(wrong):
 
 
 def segment(to: bytes, port: int, flags: int) -> bytes:
-    """Returns a TCP over IPv4 frame to a port."""
+    """Returns a frame of TCP over IPv4 that is addressed to a port."""
     ip = bytes([0x45]) + bytes(8) + bytes([6]) + bytes(10)
     tcp = struct.pack(">HH8xBB", 40_000, port, 0x50, flags)
     return frame(to, bytes(6) + b"\x08\x00" + ip + tcp)

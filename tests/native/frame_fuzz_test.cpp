@@ -173,7 +173,8 @@ std::vector<CorpusEntry> read_corpus() {
 Bytes mutated(const std::vector<CorpusEntry>& corpus, std::size_t which, RandomNumbers& chance) {
     Bytes bytes = corpus[which].bytes;
     for (std::size_t times = chance.below(5); times != 0 && !bytes.empty(); --times) {
-        // Mutations favor the front of each frame, where the header fields are, because most of a stream is payload.
+        // Mutations are concentrated at the front of each frame, where the header fields are, because most of a stream
+        // is payload.
         const std::size_t at =
             chance.below(chance.below(3) == 0 ? bytes.size() : std::min<std::size_t>(200, bytes.size()));
         const std::uint64_t values[] = {0,

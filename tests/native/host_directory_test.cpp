@@ -273,7 +273,7 @@ void members_do_not_wait_for_a_member_that_has_left() {
     });
 }
 
-// A rank that requests memory must not wait for it if the owner has already canceled it.
+// A rank that requests shared memory must not wait for it if the owner has already canceled it.
 void a_canceled_region_is_not_waited_for() {
     std::promise<void> is_canceled;
     const auto started = std::chrono::steady_clock::now();

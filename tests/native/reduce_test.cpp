@@ -39,7 +39,7 @@ void sums_follow_the_pairwise_tree() {
 }
 
 void half_precision_sums_are_rounded_once() {
-    const std::uint16_t one = 0x3c00, tiny = 0x1000;  // 1 and 2^-11: 1 + 2^-11 rounds to 1, 1 + 2 * 2^-11 does not
+    const std::uint16_t one = 0x3c00, tiny = 0x1000;  // 1 and 2^-11: 1 + 2^-11 rounds to 1, but 1 + 2 * 2^-11 does not
     const void* sources[] = {&tiny, &tiny, &one};
     std::uint16_t sum = 0;
     find_reduction(DType::f16, ReduceOp::sum)(&sum, sources, 3, 1, 3);

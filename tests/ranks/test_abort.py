@@ -1,4 +1,4 @@
-"""`ProcessGroup.abort`: one rank, in any thread, terminates the pending calls of all ranks of a group."""
+"""`ProcessGroup.abort`: one rank, from any thread, terminates the pending calls of all ranks in a group."""
 
 from __future__ import annotations
 

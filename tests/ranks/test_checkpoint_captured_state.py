@@ -84,7 +84,7 @@ def test_a_training_goes_on_in_an_accumulation(
 
 
 def sizes_of_gradients(root: Path) -> list[int]:
-    """Returns the sizes of the gradients in checkpoints after a step, during an accumulation, and after clearing."""
+    """Returns the sizes of the gradients in checkpoints after a step, during accumulation, and after clearing them."""
     from paceline.train.checkpoint.format.root import open_checkpoint
 
     dist.init_process_group()

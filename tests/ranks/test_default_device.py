@@ -27,7 +27,7 @@ def inputs() -> torch.Tensor:
 
 
 def model(*extra: nn.Module) -> nn.Sequential:
-    """Returns a model on the CPU regardless of the default device, like a module that a user has moved."""
+    """Returns a model on the CPU regardless of the default device, like a module that a user has moved there."""
     with CPU:
         torch.manual_seed(dist.get_rank())
         return nn.Sequential(nn.Linear(8, 64), *extra, nn.Linear(64, 2))

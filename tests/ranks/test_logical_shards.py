@@ -82,7 +82,7 @@ def hash_of(model: nn.Module) -> str:
 def train(
     kind: str, count: int, images: Images, workers: int = 0, file: str = "", steps: int = 9999
 ) -> tuple[str, list[float]]:
-    """Trains for an epoch, but at most `steps` steps; resumes from the checkpoint `file` if any, and updates it."""
+    """Trains for an epoch, but for at most `steps` steps; resumes from the checkpoint `file` if any, and updates it."""
     torch.manual_seed(dist.get_rank())
     model, dataset = (cnn(), Digits(*images)) if kind == "cnn" else (Transformer(), Sequences())
     shards = dist.LogicalShards(model, count, seed=7)

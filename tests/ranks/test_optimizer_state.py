@@ -1,4 +1,4 @@
-"""Exchange of states between a partitioned optimizer and the optimizer of a single process."""
+"""Exchange of states between a partitioned optimizer and a single-process optimizer."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MOVED = [*INTEGERS, torch.float16, torch.float32, torch.float64]  # the types th
 
 
 def reductions(dtype: torch.dtype) -> list[ReduceOp]:
-    """Returns reductions that gloo and Paceline share; gloo's products of integers above 127 are undefined."""
+    """Returns reductions that both gloo and Paceline support; gloo's products of integers above 127 are undefined."""
     if dtype in COMPLEX:
         return [ReduceOp.SUM]
     if dtype in FLOATS:
@@ -52,7 +52,7 @@ def reduce_everything(asynchronous: bool) -> list[torch.Tensor]:
     for dtype in [*INTEGERS, *FLOATS, *complex_types]:
         for op in reductions(dtype):
             if size > 2 and dtype in (torch.float16, torch.bfloat16) and op in (ReduceOp.SUM, ReduceOp.PRODUCT):
-                continue  # gloo rounds after each addition, Paceline once
+                continue  # gloo rounds after each addition, Paceline only once
             for count in COUNTS:
                 values = [make(dtype, count, 10 * rank + r) for r in range(size)]
                 tensor = values[0].clone()
@@ -196,7 +196,7 @@ def only_here(directory: str) -> None:
         torch_dist.all_reduce(scaled, torch_dist._make_nccl_premul_sum(0.5))
         assert (scaled == size / 2).all()
 
-        # gloo rejects exchanges of lists of tensors, types without arithmetic, and memory that is not contiguous.
+        # gloo rejects exchanges of tensor lists, types without arithmetic, and non-contiguous memory.
         outputs = [torch.zeros(2) for _ in range(size)]
         torch_dist.all_to_all(outputs, [torch.full((2,), 10.0 * rank + r) for r in range(size)])
         assert [int(output[0]) for output in outputs] == [10 * r + rank for r in range(size)]

@@ -1,4 +1,4 @@
-"""Every form of arguments that torch's group methods accept, compared with gloo, and sizes that do not match."""
+"""All forms of arguments that torch's group methods accept, compared with gloo, and sizes that do not match."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def values_for_options() -> list[torch.Tensor]:
 
 
 def give_every_form_of_an_argument(directory: str) -> None:
-    # Before release 2.7, the groups of torch's own backends take option objects only.
+    # Before release 2.7, the groups of torch's own backends accept only option objects.
     agree([gather_coalesced, *([values_for_options] if torch.__version__ >= (2, 7) else [])], directory)
 
 

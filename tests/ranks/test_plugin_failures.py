@@ -202,13 +202,13 @@ def use_groups(directory: str) -> None:
                 work = torch_dist.all_reduce(torch.ones(70_000), group=each, async_op=True)
                 work.get_future().wait()
                 torch_dist.all_reduce(torch.ones(3), group=each)
-            assert "PACELINE_SECRET" in os.environ  # set by the test, not left by the initialization
+            assert "PACELINE_SECRET" in os.environ  # set by the test, not left over from the initialization
         if torch.__version__ >= (2, 7):  # older versions do not notify the groups
             with pytest.raises(ValueError, match="was destroyed"):
                 group.allreduce([torch.ones(3)])
         else:
             del group, mesh
-        del work  # programs keep the group and the mesh
+        del work  # programs keep references to the group and the mesh
         gc.collect()
         now = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
         if turn == 1:  # the first turn starts threads that run until the process exits

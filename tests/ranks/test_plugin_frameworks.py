@@ -20,7 +20,7 @@ import paceline.interop.torch_backend
 
 
 def require_installed(*libraries: str) -> None:
-    """Skips the test if packages are missing, without importing them, which takes as long as the test."""
+    """Skips the test if packages are missing; does not import them, which would take as long as the test."""
     for library in libraries:
         if find_spec(library) is None:
             pytest.skip(f"{library} is not installed; `make test` installs it")

@@ -27,7 +27,7 @@ FRAMEWORKS = "test_plugin_frameworks.py"  # requires packages that pin torch
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("module", [module for module in MODULES if module != FRAMEWORKS])
 def test_the_plug_in_works_with_another_torch(module, tmp_path):
-    (tmp_path / "paceline").symlink_to(Path(paceline.__file__).parent)  # only the package, without its torch
+    (tmp_path / "paceline").symlink_to(Path(paceline.__file__).parent)  # only this package, not the torch beside it
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     environment.pop(VARIABLE)
     version = subprocess.run(

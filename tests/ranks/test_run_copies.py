@@ -69,7 +69,7 @@ def test_restarted_workers_go_on_without_the_disk(tmp_path: Path) -> None:
     assert len(digests(done.stdout)) == 1
 
 
-# The others wait until the replacement of the dead worker has restored its state.
+# The others wait until the replacement for the dead worker has restored its state.
 DIE_OR_WAIT = """
                 if os.environ["PACELINE_WORKER"] == "0.1.0":
                     os.kill(os.getpid(), 9)

@@ -314,7 +314,7 @@ def test_a_backward_raises_for_what_a_call_has_overwritten(reports, name):
 
 
 def forward_twice() -> None:
-    """Like torch's, DistributedDataParallel sends buffers without bumping versions, because batch norm saves them."""
+    """Like torch's, DistributedDataParallel sends buffers without bumping their versions: batch norm saves buffers."""
     paceline.init_process_group()
     torch.manual_seed(1)
     model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))

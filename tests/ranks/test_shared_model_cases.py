@@ -1,4 +1,4 @@
-"""SharedModelOptimizer in unusual cases: the result is correct, or an error explains why not."""
+"""SharedModelOptimizer in unusual cases: the result is correct, or an error explains why it cannot be."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def save(directory: Path, step: int, number: int, killed: set[int]) -> Outcome:
 
 
 def sweep(directory: Path, killed: set[int]) -> dict[str, int]:
-    """Kills at the 1st, 2nd, ... operation until no process is killed; checks the checkpoints each time."""
+    """Kills processes at the 1st, 2nd, ... operation until none is killed; checks the checkpoints each time."""
     root = Root(directory)
     latest = step = number = reported = 0
     while True:

@@ -23,7 +23,7 @@ _IN_PROSE = re.compile(r"`([^`\n]+)`")
 
 
 class Block(NamedTuple):
-    """A fenced block, or a block that is indented by four spaces and has an empty language."""
+    """A fenced block, or a block that is indented by four spaces, in which case the language is empty."""
 
     page: Path
     line: int

@@ -181,7 +181,7 @@ class FakeDeviceGroup(dist.ProcessGroup):
                 self.failure = self.failure or error
 
         call = getattr(lane.group, name)
-        if name == "_reduce_scatter_base":  # gloo's own call, also based on all_reduce, completes only in `wait`
+        if name == "_reduce_scatter_base":  # gloo's call also runs an all_reduce, but completes only in `wait`
             call = lane.group.allreduce
             output, given, options = on_host
             sums = [torch.empty_like(given)]

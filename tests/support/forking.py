@@ -1,4 +1,4 @@
-"""A fork server for the whole test run, which has imported the slow modules and forks ranks and elastic workers."""
+"""The fork server of a whole test run: it has imported the slow modules, and forks ranks and elastic workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard terms with which the names of classes and folders may end; docs/glossary.md defines Paceline's own."""
+"""Standard terms in which the names of classes and folders may end; docs/glossary.md defines Paceline's own."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Reference:
         self.outer = [param.detach().clone() for param in build().parameters()]
         self.speeds = [torch.zeros_like(each) for each in self.outer]
         self.runs = cut([each.numel() for each in self.outer], self.fragments)
-        self.begun: dict[tuple[int, int], list[torch.Tensor]] = {}  # means, by step that applies them and fragment
+        self.begun: dict[tuple[int, int], list[torch.Tensor]] = {}  # means, by fragment and by step that applies them
         self.before: dict[tuple[int, int], list[list[torch.Tensor]]] = {}  # each rank's values at the start
 
     def train(self, first: int, last: int) -> None:

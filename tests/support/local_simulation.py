@@ -1,4 +1,4 @@
-"""Simulates DiLoCo training in virtual time: the state machines are real, the steps and messages are simulated."""
+"""Simulates DiLoCo training in virtual time: the state machines are real, but the steps and messages are simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampler and a worker that leave an epoch before its end."""
+"""A sampler and a worker that can stop before the end of an epoch."""
 
 from __future__ import annotations
 

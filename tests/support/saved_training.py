@@ -16,7 +16,7 @@ Contents = dict[str, Any]
 
 
 class Net(nn.Module):
-    """A network with buffers, two types, and layers that ZeRO splits, one of which is not in row-major order."""
+    """A network with buffers, two dtypes, and layers that ZeRO splits, one of which is not in row-major order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class Loop:
-    """A training run of one kind on the ranks of the default group, whose model is initialized from `seed`."""
+    """A training run of one kind on the ranks of the default group; `seed` determines the model's initial values."""
 
     def __init__(self, kind: str, seed: int) -> None:
         torch.manual_seed(seed)

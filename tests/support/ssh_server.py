@@ -35,7 +35,7 @@ class SshServer:
     port: int
 
     def ssh(self, **changed: str) -> str:
-        """Returns the ssh command for --ssh; arguments replace lines of its configuration."""
+        """Returns the ssh command for --ssh; arguments override lines of its configuration."""
         lines = {
             "Port": str(self.port),
             "IdentityFile": str(self.directory / "key"),

@@ -22,7 +22,7 @@ from hosts.namespaces import Host, enter
 
 from paceline.linux import die_with_parent
 
-_CONSEQUENCES_S = 0.05  # time after a failure to receive other ranks' earlier failures
+_CONSEQUENCES_S = 0.05  # how long to wait, after a failure, for other ranks' earlier failures
 _LEAVING_S = 0.5  # time for ranks that have returned results to exit on their own
 
 
@@ -195,7 +195,7 @@ class World:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid or -1, signal.SIGKILL)
             if process.is_alive():
-                process.kill()  # the rank may not lead its own process group yet
+                process.kill()  # the rank might not lead its own process group yet
         for process in self.processes:
             process.join()
         for answer in self.answers:

@@ -1,4 +1,4 @@
-"""Fixture for tests in one process: no test leaves a default process group to the next test."""
+"""Fixture for tests in one process: no test leaves a default process group for the next test."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ class Member:
             self.broke(group, "not all members came")
 
     def formed(self, group: Group) -> None:
-        """All members have arrived: takes over the newest state and starts."""
+        """Takes over the newest state and starts, because all members have arrived."""
         if self.group is not group or self.state != "forming":
             return
         top = group.top

@@ -132,7 +132,7 @@ class Realm(World):
         return found[::-1]
 
     def comes(self, launcher: Launcher, first: Launcher) -> None:
-        """A launcher joins the job at its coordinator."""
+        """A launcher joins the job through its coordinator."""
         site = launcher.site
         if first.coordinator is None or not first.lives or not self.reach(first.site, site):
             self.launcher_over(launcher, EndOrder(1, "no rendezvous"))

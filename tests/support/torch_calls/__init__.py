@@ -1,4 +1,4 @@
-"""torch.distributed calls with every valid form of arguments, for `tests/ranks/test_torch_calls.py`.
+"""torch.distributed calls with all valid forms of arguments, for `tests/ranks/test_torch_calls.py`.
 
 A case is a function of a module (`torch.distributed` or `paceline`), this rank and the number of ranks, which is 2. It
 returns the results of the call: tensors, numbers, names.

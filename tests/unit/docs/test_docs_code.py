@@ -129,7 +129,7 @@ def _is_set_later(found: object, name: str) -> bool:
 
 
 def uses(tree: ast.AST, module_of: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields each name of Paceline's modules that the code uses; `module_of` maps names that are already bound."""
+    """Yields each name from Paceline's modules that the code uses; `module_of` maps names that are already bound."""
     names = dict(module_of)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

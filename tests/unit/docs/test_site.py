@@ -1,4 +1,4 @@
-"""Links within the repository are converted to links within the site, and the reference has every public name."""
+"""Links within the repository are converted to links within the site, and the reference contains every public name."""
 
 from __future__ import annotations
 

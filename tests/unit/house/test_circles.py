@@ -20,7 +20,7 @@ FILES = {name_of(file): file for file in (SOURCES / "paceline").rglob("*.py")}
 
 
 def imports_of(file: Path) -> set[str]:
-    """Returns the modules of the package that a file imports, also within functions and for type checkers only."""
+    """Returns the package's modules that a file imports, including within functions and for type checkers only."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Rules of CONTRIBUTING.md for the names of tests."""
+"""Rules in CONTRIBUTING.md for the names of tests."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_no_test_hides_another_of_its_name(trees):
 
 
 def test_only_test_files_in_unit_share_a_name():
-    """Unit tests have the names of modules, which several folders may share. Other tests have unique names."""
+    """Unit tests are named after modules, whose names may recur in several folders. Other tests have unique names."""
     names = Counter(file.name for file in FILES if ROOT / "unit" not in file.parents)
     assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_programs_say_in_words_what_they_do(trees):
-    """The traceback names a program that fails, where `groups` or `leave` would be meaningless."""
+    """A traceback contains the name of the program that failed; `groups` or `leave` would be meaningless there."""
     for file, tree in trees.items():
         own = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
         programs = {name for test in statements_of(tree) for name in programs_of(test)} & own

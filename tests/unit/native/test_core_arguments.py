@@ -28,7 +28,7 @@ from paceline import _core
 from paceline.comm.engine.channel import CollectiveCall
 
 CALLS = 1500
-ROOM = 1 << 20  # bytes behind each address
+ROOM = 1 << 20  # number of bytes at each address
 COUNTS = [0, 1, 7, 1000]
 CODES = [-(2**31), -1, 0, 1, 2, 3, 4, 5, 6, 8, 9, 11, 12, 20, 21, 31, 32, 63, 64, 255, 256, 267, 2**31 - 1]
 SOON_NS = [-(2**63), -1, 0, 1, 1_000_000]

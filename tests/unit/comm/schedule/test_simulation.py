@@ -221,7 +221,7 @@ def test_a_ring_of_short_tensors_has_its_closed_form(network, nbytes):
 @pytest.mark.parametrize("gbit", [25, 100])
 @pytest.mark.parametrize("nbytes", [1 << 20, 1 << 30])
 def test_ten_thousand_ranks_come_near_the_bound(gbit, nbytes):
-    """The network has full bisection bandwidth, and the closed forms choose the algorithm."""
+    """The network has full bisection bandwidth, and the closed forms determine the choice of the algorithm."""
     node = NetworkLink(50e-6, gbit * 1e9 / 8)
     network = Network.uniform(1250, 8, node=node, within_host=NetworkLink(2e-6, 20e9), gamma_s_per_byte=1e-10)
     chosen = choose(network.cost_model(), Operation.ALL_REDUCE, nbytes, 10_000, network.hosts).algorithm

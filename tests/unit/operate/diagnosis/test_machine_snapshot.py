@@ -1,4 +1,4 @@
-"""Snapshots of machines: their encoding, and their merger into the snapshot of a job."""
+"""Snapshots of machines: their encoding, and how they are merged into the snapshot of a job."""
 
 from __future__ import annotations
 

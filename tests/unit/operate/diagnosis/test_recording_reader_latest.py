@@ -1,4 +1,4 @@
-"""The fast reader of the latest part of a recording returns the same as the full reader."""
+"""The fast reader of the latest part of a recording returns the same results as the full reader."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_a_rank_that_waits_for_data_is_told_from_a_slow_one():
 
 
 def test_a_delay_before_several_calls_counts_once():
-    """Rank 1 is 0.1 s late to three calls that it starts together in each step, like gradient buckets."""
+    """Rank 1 is 0.1 s late for three calls that it starts together in each step, like gradient buckets."""
     calls = {0: [], 1: []}
     for step in range(1, 121):
         for bucket in range(3):

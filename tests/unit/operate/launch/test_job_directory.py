@@ -1,4 +1,4 @@
-"""The directory of a job: its permissions, and data that is not written into it."""
+"""The directory of a job: its permissions, and data that is not written to it."""
 
 from __future__ import annotations
 

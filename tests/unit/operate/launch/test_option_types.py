@@ -1,4 +1,4 @@
-"""Values of flags, and error messages about wrong values."""
+"""Values of flags, and error messages about invalid values."""
 
 from __future__ import annotations
 

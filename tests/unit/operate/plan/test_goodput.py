@@ -1,4 +1,4 @@
-"""The cost of failures: elastic jobs are simulated with the real coordinator, others are computed."""
+"""The cost of failures: simulated with the real coordinator for elastic jobs, computed for other jobs."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=examples(150))
 @given(data=st.data())
 def test_a_changed_manifest_is_refused_or_gives_what_was_saved(saved: Path, data: st.DataObject) -> None:
-    """Whatever the manifest contains, tensors have bytes that were written, and values are those in the manifest."""
+    """Whatever the manifest contains, tensors consist of bytes that were written, and values come from the manifest."""
     found = json.loads((saved / STEP / "manifest.json").read_bytes())
     changed = copy.deepcopy(found)
     for _ in range(data.draw(st.integers(1, 2))):
@@ -398,7 +398,7 @@ def number(value: int) -> bytes:
 
 
 def torch_tensor(shape: list[int], strides: list[int], offset: int = 0, count: int = 4) -> bytes:
-    """Returns opcodes for a float32 tensor in the storage 0."""
+    """Returns opcodes for a float32 tensor in storage 0."""
     storage = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + number(count) + b"tQ"
     sizes, steps = (b"(" + b"".join(map(number, each)) + b"t" for each in (shape, strides))
     rebuild = name("torch._utils", "_rebuild_tensor_v2")

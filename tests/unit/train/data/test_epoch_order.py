@@ -72,7 +72,7 @@ def test_each_sample_of_a_stream_counts_once(kind: Callable[[int], object], rema
 @pytest.mark.parametrize("seed", range(10))
 def test_whole_batches_of_a_stream_count_at_most_once(seed: int) -> None:
     used = samples_of_an_epoch(seed, 37, dataset=streams.Skips, remainder="drop")
-    assert len(set(used)) == len(used) > 37 - 3 * 8  # drops less than a step's samples, including repeats
+    assert len(set(used)) == len(used) > 37 - 3 * 8  # drops fewer samples than a step uses, counting repeats
 
 
 def test_a_rank_without_samples_repeats_one_that_counts_not() -> None:

@@ -46,7 +46,7 @@ def test_parts_that_the_program_keeps_are_found_again():
     assert not flat.has(with_gradients(params))
     whole, parts = flat.copy_of(with_gradients(params))
     for part in parts:
-        part += 1  # as autograd does in the next backward of an accumulation
+        part += 1  # as autograd does in the next backward pass of an accumulation
     assert flat.has(parts)
     assert flat.whole() is whole
     other = [parts[0].t().contiguous().t(), *parts[1:]]

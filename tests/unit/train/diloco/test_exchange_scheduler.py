@@ -77,7 +77,7 @@ def test_every_fragment_is_exchanged_once_a_round(every, data):
 def test_a_late_rank_takes_the_steps_of_the_others():
     scheduler = ExchangeScheduler(ExchangeInterval(every=10, fragments=2, delay=1))
     scheduler.step()
-    scheduler.catch_up(3)  # exchange 2, after 15 steps, was held without this rank
+    scheduler.catch_up(3)  # exchange 2, after 15 steps, took place without this rank
     assert scheduler.steps == 15
     assert all_due(scheduler) == [BeginExchange(0), UseResult(0), BeginExchange(1), UseResult(1), BeginExchange(2)]
     scheduler.step()

@@ -98,7 +98,7 @@ def quota_in(root: Path, membership: str, **limits: str) -> float:
 def test_quotas_are_those_of_the_own_cgroup_and_its_parents(tmp_path):
     assert _core.cpu_quota(str(tmp_path))[0] == 0
     mine = "0::/job/step\n"
-    assert quota_in(tmp_path, mine, **{"cpu.max": "100000 100000\n"}) == 1  # a container may see its cgroup as root
+    assert quota_in(tmp_path, mine, **{"cpu.max": "100000 100000\n"}) == 1  # a container may see its cgroup as the root
     assert quota_in(tmp_path, mine, **{"cpu.max": "max 100000\n", "job/cpu.max": "200000 100000\n"}) == 2
     assert quota_in(tmp_path, mine, **{"job/step/cpu.max": "50000 100000\n"}) == 0.5
     assert _core.cpu_quota(str(tmp_path))[1] == (tmp_path / "sys/fs/cgroup/job/step").stat().st_ino

@@ -1,6 +1,6 @@
 """Random schedules of elastic jobs in virtual time, with deaths, freezes and cuts; no invariant is violated.
 
-The suite runs 5,000 schedules, which are enough to detect each missing rule. The nightly run has 400,000.
+The suite runs 5,000 schedules, which are enough to detect each missing rule. The nightly run uses 400,000.
 
 The message of a failure contains the seed, and the command that runs and prints the schedule of this seed.
 """

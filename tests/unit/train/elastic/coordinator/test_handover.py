@@ -75,7 +75,7 @@ def retiring() -> tuple[Coordinator, View]:
 
 
 def told() -> Coordinator:
-    """Returns the same job after the successor was notified."""
+    """Returns the same job after the successor has been notified."""
     coordinator, view = retiring()
     coordinator.worker_ended("0.0.0", "exit code 0", 0, 1.1)
     for uid in view.members:

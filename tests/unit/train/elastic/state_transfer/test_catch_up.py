@@ -1,4 +1,4 @@
-"""The log of senders after a snapshot, and the receiver that replays it until it has caught up."""
+"""The log that senders keep after a snapshot, and the receiver that replays the log until it has caught up."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_steps_that_the_learner_has_make_room_in_their_round(sender):
     asks = threading.Thread(target=lambda: [replay.follow(7) for _ in range(3)])
     asks.start()
     for made in senders:
-        made.snapshot.make_room()  # 72 MiB are more than the log may hold
+        made.snapshot.make_room()  # 72 MiB is more than the log may hold
         assert not made.snapshot.is_over, "the receiver takes both steps, and has not got stuck"
         made.snapshot.log(*result(7))
     asks.join(60.0)

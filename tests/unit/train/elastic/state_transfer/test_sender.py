@@ -1,4 +1,4 @@
-"""Messages of a sender about a receiver that others wait for."""
+"""Messages from a sender about a receiver that others wait for."""
 
 from __future__ import annotations
 

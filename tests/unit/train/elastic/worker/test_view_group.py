@@ -1,4 +1,4 @@
-"""Groups of planned views form before these views are entered, and are discarded if a forced view comes first."""
+"""Groups for planned views form before these views are entered, and are discarded if a forced view comes first."""
 
 from __future__ import annotations
 
