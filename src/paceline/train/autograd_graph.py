@@ -16,7 +16,7 @@ from paceline.comm.group.eager import eager
 NO_BACKWARD = -1
 
 _MOST_ENTRIES = 1000
-_FEW = 100  # containers with more entries are first tested for tensors as a whole
+_FEW = 100  # larger containers are skipped at once if all their entries are plain values
 _LEAVES: frozenset[type] = frozenset((int, float, complex, bool, str, bytes, type(None)))
 _Open: TypeAlias = Callable[[Any], Iterator[object]]
 
@@ -28,12 +28,12 @@ def running_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Returns True if a backward pass is running on this thread, for example to recompute checkpointed outputs."""
+    """Returns True if a backward pass is running on this thread, as when checkpointed activations are recomputed."""
     return running_backward() != NO_BACKWARD
 
 
 def is_traced() -> bool:
-    """Returns True if `torch.jit.trace` is recording the operations of this thread."""
+    """Returns True if `torch.jit.trace` is recording operations on this thread."""
     return torch._C._get_tracing_state() is not None
 
 
@@ -66,7 +66,7 @@ def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
 
 
 def may_require_grad(inputs: object) -> bool:
-    """Returns True if an input of a forward pass requires a gradient, or if there are too many entries to search."""
+    """Returns True if an input to a forward pass requires a gradient, or if there are too many entries to search."""
     return any(tensor is None or tensor.requires_grad for tensor in find_first_tensors(inputs))
 
 

@@ -130,7 +130,7 @@ class GradScaler(torch.amp.GradScaler):
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
-            optimizer.is_scaled_alike = False  # the next step may use torch's scaler
+            optimizer.is_scaled_alike = False  # the next step may be made with torch's scaler
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class Lion(Optimizer):
-    """Implements Lion, which changes each element by the learning rate, in the direction of its momentum's sign.
+    """Implements Lion, which changes each element by the learning rate; the sign of a momentum gives the direction.
 
     The update is elementwise. The state consists of one number for each element, half as many as in Adam.
 

@@ -153,7 +153,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's DistributedDataParalle
 
 @dataclass(frozen=True)
 class TrackedTensors:
-    """The parameters and buffers of a module by name, without ignored tensors.
+    """The parameters and buffers of a module by name, excluding ignored tensors.
 
     Attributes:
         trained: the parameters that require gradients.
@@ -179,9 +179,10 @@ def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> Trac
     """Collects a module's tensors in registration order; a tensor with several names is listed under the first name.
 
     Args:
-        module: the module. Tensors that are listed in an attribute set by the class or by `ignore_tensors` are ignored.
-            As in torch, a parameter that several layers share is ignored only if all of its names are listed.
-        also_ignored: the names of further tensors to ignore; one name of a shared parameter suffices.
+        module: the module. Tensors whose names are listed in an attribute set by the module's class or by
+            `ignore_tensors` are ignored. As in torch, a parameter that several layers share is ignored only if all of
+            its names are listed.
+        also_ignored: the names of additional tensors to ignore; one name of a shared parameter suffices.
     """
     listed, also_listed = frozenset(getattr(module, _IGNORED, ())), frozenset(also_ignored)
     all_params = list(module.named_parameters(remove_duplicate=False))

@@ -34,9 +34,9 @@ def require_module(module: object, function: str) -> None:
 
 
 def require_unwrapped(module: nn.Module, function: str) -> None:
-    """Checks that the module is not a `DistributedDataParallel` of Paceline or torch, also if it is compiled.
+    """Checks that the module, compiled or not, is not Paceline's or torch's `DistributedDataParallel`.
 
-    Both have an attribute that disables the averages, and other modules do not.
+    Both classes have an attribute that disables averaging; other modules do not.
 
     Raises:
         TypeError: the module averages gradients over the ranks.
@@ -86,8 +86,8 @@ class RankFacts:
     """Information that each rank sends to all ranks before it wraps a module.
 
     Attributes:
-        overlaps: whether this rank requests that reduction overlaps with backward; None if this depends on the number
-            of cores.
+        overlaps: whether this rank requests that reduction overlap with backward; None if this depends on the number of
+            cores.
         host: the name of the host.
         local_ranks: the number of ranks on the host, including ranks of other groups; 0 if unknown.
         cores: the cores on which the rank can run.
@@ -247,7 +247,7 @@ def unsupported_reason(
 
 
 def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> RankFacts:
-    """Collects the information about this rank; if all parameters are on GPUs, overlap is on by default."""
+    """Collects the information about this rank. By default, overlap is requested if all parameters are on GPUs."""
     quota, cgroup = _core.cpu_quota()
     return RankFacts(
         overlaps=True if overlap is None and not on_cpu else overlap,

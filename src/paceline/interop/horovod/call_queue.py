@@ -240,7 +240,7 @@ class CallQueue:
 
         Args:
             device: The index of the CUDA device on which to allocate zeros for reductions of CUDA tensors. If negative,
-                the thread's current device is used, as in the rank's earlier calls.
+                the current device of the calling thread is used, as in the rank's earlier calls.
         """
         if device < 0 and torch.cuda.is_initialized():
             device = torch.cuda.current_device()  # set here, because another thread may execute the call
@@ -325,7 +325,7 @@ class CallQueue:
             request.future.set_exception(error)
 
     def _agree(self, request: CallRequest[Result]) -> None:
-        """Waits until every rank is ready for the same call; sends ranks in `join` the shapes of their zeros.
+        """Waits until every rank is ready for the same call; sends ranks in `join` the shapes of their contributions.
 
         Raises:
             CollectiveMismatchError: the calls differ, or a rank is waiting in `join` and cannot contribute to this

@@ -181,7 +181,7 @@ class _Allreduce(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradients: reduced like the tensors for sums and averages, and exact for other reductions."""
+        """Returns the gradients. Sums and averages reduce them like the tensors; other reductions use derivatives."""
         if ctx.how.by in (Sum, Average):
             return None, None, None, *_reduced(ctx.how, None, ctx.process_set, grads)
         summed = _reduced(replace(ctx.how, by=Sum), None, ctx.process_set, grads)
@@ -229,7 +229,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> CallHandle[torch.Tensor]:
-    """Starts an in-place reduction of `tensor` over the ranks, by default to the average; returns a handle.
+    """Starts an in-place reduction of `tensor` over the ranks, an average by default; returns a handle.
 
     Raises:
         ValueError: a call with this name is pending.
@@ -276,7 +276,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduces `tensor` over the ranks into a new tensor, by default to the average. Differentiable.
+    """Reduces `tensor` over the ranks into a new tensor; computes the average by default. Differentiable.
 
     Raises:
         ValueError: `op` is Adasum, or `average` is given as well.

@@ -292,7 +292,7 @@ class _Distributed(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the optimizer's state. Gradients that were computed for the next step do not count any more."""
+        """Loads the optimizer's state. Gradients that were already computed for the next step are discarded."""
         super().load_state_dict(state_dict)
         if self._reducer is not None:
             self._reducer.discard()

@@ -80,7 +80,7 @@ class TorchTrainer(_torch.TorchTrainer):  # type: ignore[name-defined, misc]
     Args:
         train_loop_per_worker: The function that each worker runs.
         torch_config: The configuration of the process group. Default: `PacelineConfig()`.
-        arguments: Further arguments of Ray's `TorchTrainer`: `train_loop_config`, `scaling_config`, `run_config` etc.
+        arguments: Other arguments to Ray's `TorchTrainer`: `train_loop_config`, `scaling_config`, `run_config` etc.
 
     Raises:
         ValueError: the workers use GPUs. Paceline's backend does not reduce GPU tensors.

@@ -283,7 +283,7 @@ def _name_the_backend(reading: PythonSource, use: NameUse, call: cst.Call, edits
 
 
 def _keep_torchs_order(call: cst.Call, edits: Edits) -> None:
-    """Adds `sort_ranks=True` to a call of `new_group` with possibly unsorted ranks, because torch always sorts them."""
+    """Adds `sort_ranks=True` to a call to `new_group` with possibly unsorted ranks, because torch always sorts them."""
     ranks = _argument(call, "ranks", 0)
     if ranks is None or _is_given(call, "sort_ranks", 7) or any(arg.star for arg in call.args) or _is_sorted(ranks):
         return

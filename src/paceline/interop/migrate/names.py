@@ -237,5 +237,5 @@ def comment_lines(reason: str, indent: int = 0) -> list[str]:
 
 
 def score(places: Sequence[MigrationFinding]) -> tuple[int, int]:
-    """Returns the number of locations that were migrated automatically, and the number of all locations."""
+    """Returns the number of locations that were migrated automatically, and the total number of locations."""
     return sum(place.is_migrated_fully for place in places), len(places)

@@ -200,7 +200,7 @@ def _choice(
 
 
 def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) -> Iterator[Path]:
-    """Yields the modules that the files import from their own directories, unless the modules are among the files."""
+    """Yields the modules that the files import from their own directories, excluding the files themselves."""
     from paceline.interop.migrate.python_files import imports_of
 
     known = {path.resolve() for path in texts}

@@ -100,7 +100,7 @@ def imports_are_unambiguous(text: str) -> bool:
     """Returns True if every imported name has a single meaning in a file.
 
     This is the case if no imported name is bound by another kind of statement, bound in several scopes, or used outside
-    the function that imports it. LibCST's analysis of scopes, which takes half of the time, is then unnecessary.
+    the function that imports it. LibCST's scope analysis, which takes half of the time, is then unnecessary.
     """
     module = _without_warnings(lambda: symtable.symtable(text, "", "exec"))
     if module is None:
@@ -162,7 +162,7 @@ def bindings(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[cst.Impor
 
 
 class _Collector(cst.CSTVisitor):
-    """Collects a file's imports, their uses and its calls; `scopes` is None if `imports_are_unambiguous`."""
+    """Collects the imports in a file, their uses, and all calls; `scopes` is None if `imports_are_unambiguous`."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 

@@ -8,7 +8,7 @@
   its own key prefix. The replacement also prevents torch from using the launcher's store for other addresses; for such
   addresses, rank 0 serves a store, as without a launcher.
 - `request_store_for_clients`: the launcher's store only starts listening on request. A program that creates a client at
-  MASTER_PORT itself, with `TCPStore`, requests the store by its first attempt to connect.
+  MASTER_PORT itself, with `TCPStore`, requests the store with its first attempt to connect.
 - `record_store_waits`: a program that waits for a key in a store makes no call that is recorded. The replacements for
   the store's methods record the key of a long wait, so that the launcher can report it.
 """
@@ -260,7 +260,8 @@ def _await_store(host: str, port: int, timeout: timedelta, grace_s: float = 0.0)
         host: The store's host.
         port: The store's port.
         timeout: The maximum time to wait.
-        grace_s: The time in which a rank can start a store of its own on this port before the request, in seconds.
+        grace_s: The time, in seconds, that a rank has to start its own store on this port before the launcher's store
+            is requested.
     """
     now_s = time.monotonic()
     until_s, pause_s = now_s + timeout.total_seconds(), 0.002

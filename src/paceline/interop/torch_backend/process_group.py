@@ -199,7 +199,7 @@ def _replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
 
 
 class ConnectionDescriptor:
-    """A descriptor of an attribute that a group has only while it is connected; otherwise, access raises the reason.
+    """A descriptor for an attribute that exists only while a group is connected; otherwise, access raises an error.
 
     `__getattr__` would serve the same purpose, but torch.compile does not support it in a process group.
     """
@@ -516,7 +516,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         *,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Sends a tensor from each rank to each rank."""
+        """Sends a separate tensor from each rank to every rank."""
         return self._finish(
             opts, timeout, output_tensors, lambda a, t: self._group.all_to_all(output_tensors, input_tensors, a, t)
         )

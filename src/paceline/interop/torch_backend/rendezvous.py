@@ -1,4 +1,4 @@
-"""The rendezvous of a torch.distributed group through torch's store, and adapters between the two kinds of stores.
+"""The rendezvous of a torch.distributed group in torch's store, and adapters between torch's and Paceline's stores.
 
 If the job has no secret, one is shared through the store.
 """

@@ -145,7 +145,7 @@ def _completed(results: list[torch.Tensor]) -> torch.futures.Future[list[torch.T
 
 
 def keep_alive(work: RunningWork | FinishedWork) -> RunningWork | FinishedWork:
-    """Keeps `work` alive until `wait` or `get_future` is called if this PyTorch release does not; returns `work`."""
+    """Keeps `work` alive until `wait` or `get_future` is called, unless PyTorch does so itself; returns `work`."""
     if not _KEEPS_WORKS:
         _kept.add(work)
     return work

@@ -49,7 +49,7 @@ from paceline.train.zero.sharded_parameters import ShardedParameters, sharded_pa
 
 @dataclass(frozen=True)
 class CapturedObject:
-    """The state of an object that may differ between ranks.
+    """The state of an object, which may differ between ranks.
 
     Attributes:
         state: the complete state, including tensors.
@@ -66,7 +66,7 @@ class CapturedObject:
 
 @dataclass(frozen=True)
 class CapturedReplica:
-    """The state of a module or an optimizer that should be the same on every rank, although no wrapper ensures this.
+    """The state of a module or an optimizer. It should be the same on every rank, but no wrapper ensures that it is.
 
     Attributes:
         state: the contribution to the checkpoint if the parameters, or the optimizer's state, are the same on every
@@ -219,7 +219,8 @@ def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbe
 def _synchronized_parameters(values: Iterable[object]) -> set[int]:
     """Returns the ids of the parameters that a wrapper keeps the same on every rank.
 
-    This includes the modules in torch's DistributedDataParallel, unless a communication hook averages the gradients.
+    This includes modules wrapped in torch's DistributedDataParallel, unless a communication hook averages the
+    gradients.
     """
     modules = synchronized_modules()
     for value in values:
@@ -311,13 +312,13 @@ def keys_in_whole(module: nn.Module) -> Set[str]:
 
 
 def may_be_missing(value: object) -> bool:
-    """Returns True if a checkpoint may lack an object, such as pending gradients or a module without state."""
+    """Returns True if an object, such as pending gradients or a module without state, need not be in a checkpoint."""
     module = module_of(value)
     return isinstance(value, PendingGradients) or (module is not None and not keys_in_whole(module))
 
 
 def key_in_whole(module: nn.Module, key: str) -> str:
-    """Converts a key of a module's `state_dict` to the key in the undivided, uncompiled model."""
+    """Converts a key in a module's `state_dict` to the key in the undivided, uncompiled model."""
     key = uncompiled_key(module, key)
     return module.whole.key_of(key) if isinstance(module, Pipeline) else key
 
@@ -521,7 +522,7 @@ class RandomState:
     """The state of this process's random number generators (Python, torch and NumPy), for use in a checkpoint.
 
     If the process has used an accelerator, such as CUDA, the generators of all its devices are saved, beginning with
-    that of the current device. On loading, the first saved state is restored on the current device.
+    the generator of the current device. On loading, the first saved state is restored on the current device.
 
     Each rank saves its own state and loads it again. Ranks for which no state was saved load the state of rank 0.
 

@@ -1,7 +1,7 @@
-"""Checkpoints on disks that hosts do not share. Each host stores its own ranks' files and a manifest of all files.
+"""Checkpoints on disks that are not shared. Each host stores its own ranks' files and a manifest of all files.
 
 `found_disks` finds the ranks that access the same directory, `begin` begins a checkpoint on every disk, and
-`newest_spread` finds the newest checkpoint for which each file is on the disk of at least one rank.
+`newest_spread` finds the newest checkpoint whose files can all be read, each by at least one rank.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class AbsentCheckpoint:
 def newest_spread(
     root: Root, disks: Disks, channel: CollectiveChannel, damaged: Mapping[str, str]
 ) -> tuple[SpreadCheckpoint | None, dict[str, str]]:
-    """Returns the newest checkpoint with no unreadable file, and the reasons why newer ones were skipped, by token.
+    """Returns the newest checkpoint whose files can all be read, and the reasons why newer ones were skipped, by token.
 
     Args:
         damaged: the faults of checkpoints that are known to be damaged, by token.

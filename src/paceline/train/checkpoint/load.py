@@ -33,7 +33,7 @@ from paceline.train.checkpoint.save import BACKGROUND
 from paceline.train.checkpoint.save_plan import agreed_numberings
 from paceline.train.checkpoint.state_restorer import StateRestorer, load_foreign
 
-_FOREIGN = "foreign:"  # prefixed to the path of a checkpoint from another library
+_FOREIGN = "foreign:"  # prefix that is added to the path of a checkpoint from another library
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def load(
     Raises:
         CheckpointError: there is no complete checkpoint, or the checkpoint does not match `state`; raised on every
             rank.
-        CheckpointDamagedError: the contents of a file have changed since it was written. State that was already loaded
-            stays loaded.
+        CheckpointDamagedError: the contents of a file have changed since it was written. State that was loaded before
+            the error is not rolled back.
 
     Example::
 
@@ -177,8 +177,8 @@ def load_newest(
         disks: the disks of the hosts, or None if all ranks share one.
 
     Returns:
-        The result of loading and the faults of newer checkpoints that were skipped, by name (by token if `disks` is
-        given), or None if there is no checkpoint.
+        The result of loading, and the faults of the newer checkpoints that were skipped, by name (or by token if
+        `disks` is given). None if there is no checkpoint.
 
     Raises:
         CheckpointError: there are checkpoints but none is complete, or the newest complete one does not match `state`.

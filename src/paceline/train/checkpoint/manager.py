@@ -54,7 +54,7 @@ class CheckpointManager:
         asynchronous: whether training continues while a checkpoint is written. Default: True.
         group: the ranks that save, or None for the default group. Default: None.
         shared: whether all ranks share the disk. If False, each host stores the parts of its own ranks, and ranks fetch
-            the parts that their disk lacks from other ranks. Must be True in elastic jobs. Default: True.
+            missing parts from other ranks. Must be True in elastic jobs. Default: True.
         peer_copies: the number of other hosts whose launchers keep a copy of each part in memory, in addition to the
             launcher on the rank's own host. If 0, no copies are kept. `restore` loads the newest complete checkpoint,
             whether in memory or on disk. Requires that all ranks were started by `paceline run`. Default: 0.
@@ -109,7 +109,7 @@ class CheckpointManager:
         if error is None:
             self.close()
         else:
-            # the block's own error takes precedence over an error from a save, which was already printed
+            # an error raised in the `with` block takes precedence over one from a save, which was already printed
             with contextlib.suppress(CheckpointError):
                 self.close()
 
@@ -148,7 +148,7 @@ class CheckpointManager:
         if ends:
             if not is_saved:
                 BACKGROUND.finish()
-            if channel.rank == 0:  # prints before `close` waits for the copies in memory
+            if channel.rank == 0:  # printed before `close` waits for the copies in memory
                 sys.stderr.write(
                     f"paceline: received a request to stop; the checkpoint of step {step} is in {self._where()}\n"
                 )
@@ -197,8 +197,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the checkpoint that is being written, and restores the signal handler. Idempotent.
 
-        In an elastic job, workers may die, join or leave while the last checkpoint is written. A remaining worker then
-        writes the checkpoint alone. If that also fails, the previous checkpoint remains the newest.
+        In an elastic job, workers may die, join or leave while the last checkpoint is being written. A remaining worker
+        then writes the checkpoint alone. If that also fails, the previous checkpoint remains the newest.
 
         Raises:
             CheckpointError: the checkpoint could not be written. Not raised in an elastic job.

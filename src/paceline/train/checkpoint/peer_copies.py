@@ -43,7 +43,7 @@ from paceline.train.checkpoint.replicate import (
 from paceline.train.checkpoint.save import outgoing_of
 from paceline.train.checkpoint.save_plan import SavePlan
 
-_OTHER_HOST_TIMEOUT_S = 3.0  # timeout for the cache of another host, which may have been lost
+_OTHER_HOST_TIMEOUT_S = 3.0  # timeout for another host's cache, because the host may have been lost
 _UNREACHABLE = (OSError, ValueError, PacelineError)
 
 

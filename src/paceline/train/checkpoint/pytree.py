@@ -120,7 +120,7 @@ def take_apart(
         enclosing: the containers that hold the value.
 
     Raises:
-        TypeError: a checkpoint cannot hold tensors with a dtype in the tree.
+        TypeError: the tree contains a tensor with a dtype that a checkpoint cannot hold.
         CircularTreeError: a container in the tree contains itself.
     """
     if isinstance(value, torch.Tensor):

@@ -24,7 +24,7 @@ _THIS_PROCESS = "this process"
 _SUCCESS, _FAILURE, _DAMAGE = b"+", b"-", b"!"
 _VALUE, _DIED = b"+", b"-"
 _CHECK_S = 0.5  # interval between liveness checks on a rank whose key is still missing
-_LAST_WAIT_S = 10.0  # maximum time for which rank 0 waits until the other ranks have read its last key
+_LAST_WAIT_S = 10.0  # maximum time that rank 0 waits for the other ranks to read its last key
 
 
 class RankChannel(Protocol):
@@ -138,7 +138,7 @@ def is_success(answer: bytes) -> bool:
 
 
 def fault_of(answer: bytes) -> str | None:
-    """Returns the error message of a rank's work, or None if the work succeeded."""
+    """Returns the error message from a rank's work, or None if the work succeeded."""
     return None if is_success(answer) else answer[1:].decode()
 
 

@@ -76,7 +76,7 @@ class LoadPlan:
         self._finalizers: list[Callable[[], None]] = []
 
     def names_below(self, name: str) -> dict[str, str]:
-        """Returns the names of the tensors and values below `name`, keyed by the part of the name that follows it."""
+        """Returns the names of the tensors and values below `name`, keyed by the rest of each name."""
         first, stop = (bisect.bisect_left(self._names, name + end) for end in (SEPARATOR, _AFTER_SEPARATOR))
         return {full[len(name) + 1 :]: full for full in self._names[first:stop]}
 
@@ -162,7 +162,7 @@ class LoadPlan:
         """Requests a region; returns the tensor into which its elements will be read."""
         try:
             memory = torch.empty(count(region), dtype=type_of(self.tensors[name].dtype), device="cpu")
-        except RuntimeError as error:  # torch is out of memory
+        except RuntimeError as error:  # torch ran out of memory
             raise CheckpointError(
                 f"{name!r} in {self.checkpoint.describe()} has {count(region):,} elements, for which this process "
                 f"cannot get memory: {error}"
@@ -355,8 +355,8 @@ class PieceRequest:
 def fetch(plan: LoadPlan, holders: Mapping[str, Sequence[int]], channel: CollectiveChannel) -> None:
     """Reads all requested regions from the disks of several hosts; every rank must call this.
 
-    The ranks first exchange their requests, and then the pieces in rounds. In each round, every rank sends to one rank
-    and receives from one rank.
+    The ranks first exchange their requests, and then exchange the pieces in rounds. In each round, every rank sends to
+    one rank and receives from one rank.
 
     Args:
         holders: for each file, the ranks that can read it.

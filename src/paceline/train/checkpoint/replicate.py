@@ -290,7 +290,7 @@ class _CachedFile:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A complete checkpoint in caches.
+    """A complete checkpoint that was found in the caches.
 
     Attributes:
         token: the checkpoint's token.

@@ -69,9 +69,9 @@ def save(
     Every rank writes an equal share of the state that all ranks have, such as a model's parameters. Each rank also
     writes its own part of divided state, such as ZeRO shards or the layers of a `Pipeline`. The checkpoint becomes
     visible atomically when all of it is on disk. Older checkpoints are removed only afterward, so a complete checkpoint
-    always exists. Any number of ranks can load it.
+    always exists. Any number of ranks can load the checkpoint.
 
-    Module buffers and loader positions are saved from the first rank. Other state that differs between ranks is saved
+    Module buffers and loader positions are taken from the first rank. Other state that differs between ranks is saved
     for each rank, with a warning if the parameters of a module differ.
 
     Args:
@@ -85,7 +85,7 @@ def save(
         asynchronous: whether to return once the state has been copied. A low-priority thread then writes the copy, and
             the next save waits for it. Default: False.
         shared: whether all ranks share the disk. If False, each host stores the parts of its own ranks, and `load` with
-            `shared=False` fetches the parts that a host lacks from other hosts. Default: True.
+            `shared=False` fetches missing parts from other hosts. Default: True.
 
     Returns:
         A handle with the methods `wait` and `done` if `asynchronous` is True, else None.
@@ -313,7 +313,7 @@ class SaveHandle:
         try:
             thread.start()
         except RuntimeError:
-            return self._beside  # must run in any case: other ranks wait for it
+            return self._beside  # must run even so, because other ranks wait for it
         return thread.join
 
 
@@ -366,7 +366,7 @@ def _pinned_memory_of(nbytes: int) -> torch.Tensor:
     """
     try:
         memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError:  # the size exceeds the memory that the device's driver may lock
+    except RuntimeError:  # the size exceeds the memory that the device's driver can lock
         return _memory_of(nbytes)
     return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
 
@@ -385,7 +385,7 @@ def _memory_of(nbytes: int) -> torch.Tensor:
             "with asynchronous=False none is needed"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # the kernel may lack huge pages
+        with contextlib.suppress(OSError):  # the kernel may not support huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -445,7 +445,7 @@ class Background:
         """Waits for the checkpoint that is being written, if any.
 
         Raises:
-            CheckpointError: the checkpoint could not be written, and the error has not been raised before.
+            CheckpointError: the checkpoint could not be written, and this error has not been raised yet.
         """
         handle, self._handle = self._handle, None
         if handle is not None:

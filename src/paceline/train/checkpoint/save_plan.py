@@ -343,7 +343,7 @@ def assign_bytes(
 
 
 def _cut(wanted: int, size: int, alignment: int) -> int:
-    """Returns the offset nearest to `wanted` at which an item may be cut."""
+    """Returns the offset nearest to `wanted` at which an item can be cut."""
     if wanted >= size:
         return size
     cut = (wanted + alignment // 2) // alignment * alignment
@@ -394,7 +394,7 @@ def assign_offers(
 ) -> list[list[ByteRange]]:
     """Assigns the bytes of offered regions to the ranks that offer them.
 
-    Regions that few ranks have are assigned first. The regions that many ranks have then balance the loads.
+    Regions that few ranks have are assigned first, so that regions that many ranks have can balance the loads.
 
     Args:
         offers: the offers of each rank.

@@ -47,8 +47,8 @@ class LocalRegion:
         shape: the shape of the whole tensor.
         region: the location of the elements in the whole tensor.
         nbytes: the size of the region in bytes.
-        elements: a function that returns the elements, row-major and contiguous. It copies them only when called, if at
-            all.
+        elements: a function that returns the elements, contiguous and in row-major order. No copy is made before it is
+            called.
     """
 
     name: str
@@ -255,7 +255,7 @@ class ShardLayout:
         """Returns this rank's slice of an undivided tensor.
 
         Raises:
-            CheckpointError: the tensor has a different shape from the undivided parameter.
+            CheckpointError: the tensor's shape differs from that of the undivided parameter.
         """
         cut = self.weight_slice
         if cut is None:

@@ -148,7 +148,7 @@ class StateRestorer:
         """Maps a module's own keys to its saved keys. The keys differ if a compiled module was saved.
 
         Raises:
-            CheckpointError: the module has other keys, and `strict` is true.
+            CheckpointError: the module has different keys, and `strict` is true.
         """
         below = {unescaped(_first_part(rest)) for rest in self._plan.names_below(name)}
         find = key_finder(own)

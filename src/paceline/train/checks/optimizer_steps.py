@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_GROWTH = 1.01  # the shortest duration grows by this factor per step, to follow steps that become longer
+_GROWTH = 1.01  # the recorded minimum grows by this factor per step, to adapt to steps that become longer
 
 
 class StepClock:
@@ -61,7 +61,7 @@ class CheckInterval:
 
 
 class StepListener(Protocol):
-    """Interface for objects that `OptimizerSteps` calls after an optimizer step."""
+    """Interface for objects that `OptimizerSteps` notifies after each optimizer step."""
 
     def after_step(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None) -> None:
         """Handles a step of `optimizer`.

@@ -1,4 +1,4 @@
-"""ReplicaCheck: compares the replicas' digests; reports which ranks and values differ, and since which step.
+"""ReplicaCheck: compares the replicas' digests; reports which ranks and values differ, and when they last agreed.
 
 A replica consists of parameters, buffers, optimizer states, and the states of random number generators.
 """
@@ -43,7 +43,7 @@ class RankDigests:
 
 @dataclass(frozen=True)
 class DisagreeingRanks:
-    """Ranks with different values, grouped into sides. A side's ranks have equal values; the largest side is first."""
+    """Ranks with different values, grouped into sides, the largest first. The ranks on a side have equal values."""
 
     sides: tuple[tuple[int, ...], ...]
 
@@ -278,7 +278,7 @@ class ReplicaCheck:
         *,
         with_buffers: bool = False,
     ) -> None:
-        self.compares_optimizers = True  # False if optimizers step different numbers of times on the ranks
+        self.compares_optimizers = True  # False if the number of optimizer steps differs between ranks
         self._module = module
         self._ignored = list(ignored)
         self._with_buffers = with_buffers

@@ -48,8 +48,8 @@ class IndexedBatches:
 class _Indices:
     """The DataLoader's batch sampler, which yields the indices of the remaining batches.
 
-    The sampler must not reference the owner of the DataLoader. With a reference cycle, the garbage collector may close
-    the queues of the worker processes first, and torch would then wait five seconds for each process.
+    The sampler must not reference the owner of the DataLoader. With a reference cycle, the garbage collector could
+    close the queues of the worker processes first, and torch would then wait five seconds for each process.
     """
 
     upcoming: Iterable[list[int]]
@@ -150,7 +150,7 @@ class _StepDataset(Dataset[StepResponse]):
     def __getitem__(self, request: StepRequest) -> StepResponse:
         """Skips to the requested step and reads this rank's samples in it."""
         with _hidden_worker_info():
-            reader, self._reader = self._reader_for(request), None  # a reader that fails must not be reused
+            reader, self._reader = self._reader_for(request), None  # a reader that has failed must not be reused
             reader.skip_samples(request.position - reader.position)
             before = reader.bookmark()
             samples = reader.pick(request.picked) if request.picked else reader.take(request.sharding, before)

@@ -89,7 +89,7 @@ def _first_place(rank: int, count: int, num_replicas: int) -> int:
 
 
 def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
-    """Returns the sample indices of an epoch, shuffled in the same way as by torch's DistributedSampler.
+    """Returns the sample indices of an epoch, shuffled as in torch's DistributedSampler.
 
     >>> epoch_order(3, shuffle=False, seed=0, epoch=0)
     [0, 1, 2]

@@ -232,7 +232,7 @@ class StatefulLoader(Generic[Sample]):
         self._iteration += 1
 
     def use_batch_assigner(self, assigner: BatchAssigner) -> None:
-        """Divides all further batches among the ranks that `assigner` selects; each rank gets a batch in every step.
+        """Divides all subsequent batches among the ranks that `assigner` selects; each rank gets a batch in every step.
 
         Raises:
             ValueError: the loader was created with `num_replicas` or `rank`.
@@ -261,7 +261,7 @@ class StatefulLoader(Generic[Sample]):
     def _length(self) -> int | None:
         try:
             return length_of(self.dataset)
-        except TypeError:  # for example a torch ChainDataset whose parts have no length
+        except TypeError:  # for example, a torch ChainDataset whose parts have no length
             return None
 
     def _go_to(self, epoch: int, position: int) -> None:
@@ -313,7 +313,7 @@ class StatefulLoader(Generic[Sample]):
         while iteration == self._iteration:
             now = assigner.begin_batch()
             if now != slot or (self._position, self._returned) != expected:
-                slot = now  # prefetched batches do not fit the new division
+                slot = now  # prefetched batches do not match the new division
                 batches = self._read(sharding_for(slot, self.batch_size, self.remainder))
             taken = next(batches, None)
             if taken is None:

@@ -20,7 +20,7 @@ class DistributedSampler(Sampler[int]):
 
     All ranks get the same number of samples: the first samples are repeated or, with `drop_last`, the last samples are
     skipped. Call `set_epoch` before each epoch; without it, every epoch has the same order. A program that never calls
-    `set_epoch` gets one warning, when it has read more than half of the samples a second time.
+    `set_epoch` gets one warning once it has read more than half of the samples a second time.
 
     Args:
         dataset: an object with a length.

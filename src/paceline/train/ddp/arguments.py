@@ -27,7 +27,7 @@ def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | N
 
     Raises:
         RuntimeError: both arguments are given, or the mesh has several dimensions.
-        ValueError: the mesh does not contain all ranks in the default group in order.
+        ValueError: the mesh does not list all ranks of the default group in order.
         TypeError: `process_group` is not a Paceline group.
     """
     if device_mesh is None:
@@ -50,7 +50,7 @@ def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | N
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Returns two flags: whether to copy buffers when a module is wrapped, and before each forward pass."""
+    """Returns whether to copy buffers when a module is wrapped, and whether to copy them before each forward pass."""
     if forward_sync_buffers is None:
         both = broadcast_buffers is None or broadcast_buffers
         return both, both
@@ -158,7 +158,7 @@ def require_delayed(
 def choose_wire(
     wire: WireKind | None, group: ProcessGroup, excluded: Mapping[str, bool], params: Mapping[str, nn.Parameter]
 ) -> tuple[WireKind | None, Exception | None]:
-    """Returns the format to which gradients are rounded, or None, and the error that prevents rounding, or None.
+    """Returns the format to which gradients are rounded, and the error that prevents rounding; either can be None.
 
     Args:
         wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the

@@ -49,7 +49,7 @@ def make_buckets(
         sizes: the size of each parameter in bytes, in the order of registration.
         dtypes: the parameters' dtypes, or other values that must be equal within a bucket.
         caps_bytes: the maximum sizes in bytes of each dtype's first bucket, second bucket and so on; the last entry
-            applies to all further buckets.
+            applies to all remaining buckets.
         order: all parameter indices, in the order in which a backward pass computed the gradients.
         may_exceed: whether the last parameter added to a bucket may exceed the bucket's maximum size, as in torch. If
             False, such a parameter starts a new bucket.

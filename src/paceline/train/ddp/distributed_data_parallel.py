@@ -108,7 +108,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         init_sync: whether wrapping compares the models across ranks and copies rank 0's model to all ranks. If False,
             the models must already be equal.
         process_group: the process group of the ranks; if None, the default group.
-        bucket_cap_mb: the maximum size of a gradient bucket in MiB; if None, 25. With 0, each gradient has a bucket.
+        bucket_cap_mb: the maximum size of a gradient bucket in MiB; if None, 25. With 0, each gradient has its own
+            bucket.
         find_unused_parameters: whether a backward pass may leave some parameters without a gradient. A gradient that no
             rank has computed stays None. If only other ranks have computed a gradient, this rank contributes zeros.
             Reduction starts when backward ends.
@@ -125,7 +126,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             parameters or buffers (use `torch.autocast`).
         device_mesh: a one-dimensional mesh of all ranks, which selects the default group.
         skip_all_reduce_unused_params: has no effect. A gradient that no rank has computed is never reduced.
-        bucket_cap_mb_list: the maximum sizes of the buckets in MiB, in order; the last entry applies to all further
+        bucket_cap_mb_list: the maximum sizes of the buckets in MiB, in order; the last entry applies to all remaining
             buckets.
         batched_grad_copy: has no effect. On accelerators, the gradients of a bucket are always copied together.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward pass in training mode
@@ -138,8 +139,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             of two, at least the number of ranks. Each shard is computed separately. Runs with the same number of shards
             produce bitwise equal results.
         seed: with `deterministic`, the seed for the shards' random numbers.
-        overlap: whether gradients are reduced while backward computes further gradients. If None, reduction overlaps on
-            GPUs, and on the CPU if every rank has a spare core (see docs/data-parallel.md).
+        overlap: whether gradients are reduced while backward is still computing other gradients. If None, reduction
+            overlaps on GPUs, and on the CPU if every rank has a spare core (see docs/data-parallel.md).
         checks: whether to warn about non-finite gradients and differing replicas (see docs/data-parallel.md). An
             integer is the number of steps between two comparisons of the replicas. If None, the environment variable
             PACELINE_CHECKS applies.
@@ -376,7 +377,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def no_sync(self) -> Iterator[None]:
         """Returns a context that disables averaging: gradients from forward passes inside it only accumulate.
 
-        The backward pass through the first forward pass after the context averages the accumulated gradients.
+        The accumulated gradients are averaged in the backward pass of the first forward pass outside the context.
         """
         self._require_not_elastic("no_sync", "without it, gradients accumulate too, and are averaged in each backward")
         before = self.require_backward_grad_sync
@@ -444,7 +445,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._averages.set_weight(weight)
 
     def average_by(self, averages: ExternalAverager) -> tuple[list[nn.Parameter], Callable[[], list[torch.Tensor]]]:
-        """Delegates averaging gradients and copying buffers to an elastic job.
+        """Delegates the averaging of gradients and the copying of buffers to an elastic job.
 
         Returns:
             The parameters whose gradients are averaged, and a function that returns the buffers to be copied.
@@ -616,7 +617,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the module's buffers by name, without ignored buffers."""
+        """Returns the module's buffers by name, excluding ignored buffers."""
         ignored = self._watched.tracked.ignored
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
 

@@ -67,9 +67,9 @@ class GradientAverager:
         find_unused: whether a backward pass may leave some parameters without a gradient.
         static_graph: whether the autograd graph is the same in every step. The first backward pass then determines how
             many gradients each parameter receives. Overrides `find_unused`.
-        compares_batches: whether the first gradients carry digests of the ranks' batches.
+        compares_batches: whether digests of the ranks' batches are averaged together with the first gradients.
         wire: the format to which gradients are rounded between hosts, with error feedback. If None, gradients are not
-            rounded. Rounded gradients carry no batch digests.
+            rounded. Batch digests are never sent with rounded gradients.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class GradientAverager:
         self._count_buckets()
 
     def before_forward(self, inputs: object) -> None:
-        """Processes the inputs of a forward pass whose backward pass will average gradients."""
+        """Processes the inputs to a forward pass whose backward pass will average gradients."""
         if not self._same_batches.is_over:
             self._same_batches.look(inputs)
 
@@ -262,7 +262,7 @@ class GradientAverager:
         self._count_buckets()
 
     def average_again(self, copy_shared: bool) -> None:
-        """Averages the gradients once more, after a further backward pass (REPEATING in `reducer.py`).
+        """Averages the gradients once more, after another backward pass (REPEATING in `reducer.py`).
 
         If gradients are missing, the average includes only gradients that at least one rank has. A rank without any
         gradient does not call a collective, because it may be the only rank with this backward pass, such as a
@@ -443,7 +443,7 @@ class DelegatingAverager(GradientAverager):
         return True
 
     def average_again(self, copy_shared: bool) -> None:
-        """Averages the gradients once more, after a further backward pass (REPEATING in `reducer.py`).
+        """Averages the gradients once more, after another backward pass (REPEATING in `reducer.py`).
 
         Does nothing if no parameter has a gradient, because such a backward pass computed gradients of other tensors.
         """
@@ -459,9 +459,9 @@ class DelegatingAverager(GradientAverager):
 class SameBatches:
     """Detects ranks that read the same batches, without an additional collective.
 
-    In the first steps, the gradients carry a vector with one element per rank. Each rank writes a digest of its inputs
-    to its own element and zeros to all others, so the average contains the digests of all ranks. After these steps
-    `is_over` is True.
+    In the first steps, a vector with one element per rank is averaged together with the gradients. Each rank writes a
+    digest of its inputs to its own element and zeros to all others, so the average contains the digests of all ranks.
+    After these steps `is_over` is True.
 
     Args:
         group: the process group of the ranks.

@@ -467,7 +467,7 @@ def empty_gradient(param: nn.Parameter) -> torch.Tensor:
 def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float) -> None:
     """Averages sparse gradients over the ranks and multiplies them by `scale`.
 
-    One collective exchanges the row counts; one further collective per parameter exchanges the rows.
+    One collective exchanges the row counts; one more collective per parameter exchanges the rows.
     """
     gradients = [_coalesced(param) for param in params]
     counts = torch.tensor([gradient._nnz() for gradient in gradients], device="cpu")
@@ -500,7 +500,8 @@ class BucketWires:
     def of(self, bucket: int, names: Sequence[str]) -> Wire | None:
         """Returns the wire for a bucket that contains the gradients of the parameters in `names`.
 
-        A new wire replaces the old one when the bucket's set of gradients changes, for example when some are unused.
+        A new wire replaces the old one when the bucket's set of gradients changes, for example because some parameters
+        are unused.
         """
         if self.kind is None:
             return None

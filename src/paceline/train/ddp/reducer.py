@@ -19,8 +19,8 @@ Note: the lifecycle of a backward pass
     backward pass may compute the missing gradient (COMPLETING), for example if `backward` is called separately on two
     losses from one forward pass. If none does, the next `Reducer.before_forward` raises an error.
 
-    Averaging is idempotent: gradients that are already averaged do not change. After gradients have been averaged, a
-    further backward pass (through a retained graph, or through the second of two forward passes) can therefore average
+    Averaging is idempotent: gradients that are already averaged do not change. After gradients have been averaged,
+    another backward pass (through a retained graph, or through the second of two forward passes) can therefore average
     all gradients again with correct results (REPEATING). In such a backward pass no bucket starts early. If the program
     has cleared the gradients in between, the backward pass may reach only some parameters. The ranks then first compare
     which gradients they have, as with `find_unused_parameters` (`GradientAverager.average_again`).
@@ -95,7 +95,7 @@ class Reducer:
         first = next(iter(self._gradients.params), None)  # None if all parameters are delayed
         self.recorded = RecordedSteps("ddp", torch.device("cpu") if first is None else first.device)
         self.wait_s = 0.0  # the total time spent on averaging at the end of backward passes
-        self.forwards = 0  # the number of forward passes passed to `expect`
+        self.forwards = 0  # the number of calls to `expect`
         self._reductions = 0
         self._module_name = name
 
@@ -152,7 +152,7 @@ class Reducer:
 
         Args:
             output: the output of forward, which may be an arbitrarily nested structure of tensors.
-            copy_shared: whether an input of forward requires a gradient. The input's gradient may share memory with a
+            copy_shared: whether an input to forward requires a gradient. The input's gradient may share memory with a
                 parameter's gradient.
         """
         self.forwards += 1

@@ -124,7 +124,7 @@ def replace_parameters(outer: Optimizer, pairs: Sequence[tuple[nn.Parameter, nn.
 
 
 class DiLoCo:
-    """Trains each rank independently and averages over the ranks every few steps, while training continues.
+    """Trains the model independently on each rank and averages over the ranks every few steps while training continues.
 
     Every rank trains the model with its `inner` optimizer, without communication. Each fragment (a subset of the
     parameters) is exchanged once every `every` steps. An exchange averages, over the ranks, the fragment's *outer
@@ -344,11 +344,11 @@ class DiLoCo:
     # - Methods for elastic jobs, whose set of ranks changes
 
     def exchange_by(self, exchanges: Exchanges) -> None:
-        """Uses `exchanges` for all further exchanges."""
+        """Uses `exchanges` for all subsequent exchanges."""
         self._exchanges = exchanges
 
     def own_state(self) -> dict[str, Any]:
-        """Returns the state that a new rank needs besides the outer parameters and the outer optimizer's state."""
+        """Returns the state that a new rank needs, except the outer parameters and the outer optimizer's state."""
         scheduler = self._scheduler
         return {
             "inner": None if self.inner is None else self.inner.state_dict(),
@@ -403,7 +403,7 @@ class DiLoCo:
 
 
 class LocalSGD(DiLoCo):
-    """Trains each rank independently and averages the parameters over the ranks every `every` steps.
+    """Trains the model independently on each rank, and averages the parameters over the ranks every `every` steps.
 
     This is local SGD (Stich 2019), also known as periodic model averaging. It is equivalent to DiLoCo with plain SGD at
     a learning rate of 1 as the outer optimizer. With a delay of 0, all ranks continue from the mean.

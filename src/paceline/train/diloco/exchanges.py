@@ -56,7 +56,7 @@ class ExchangeMailbox:
 
     def __init__(self, number: int) -> None:
         self.changed = threading.Condition()
-        self.decided = number  # all exchanges before this one have been decided
+        self.decided = number  # the participants of all exchanges before this one are known
         self._have_all_finished = False
         self._latest = number - 1  # the latest exchange that the training thread has started
         self._has_finished = False  # whether the training thread has started its last exchange
@@ -132,7 +132,7 @@ class ExchangeMailbox:
         return FINISHED if self._has_finished else None
 
     def take(self, number: int, takes_part: bool, blank: Callable[[], Tensors]) -> Tensors:
-        """Removes and returns this rank's tensors for a decided exchange, or zeros if the rank does not participate."""
+        """Removes and returns this rank's tensors for an exchange; returns zeros if the rank does not participate."""
         with self.changed:
             self.decided = number + 1
             offer = self._offers.pop(number, None)
@@ -216,7 +216,7 @@ class WaitForAll:
 
 
 class GraceWindow:
-    """Excludes ranks that arrive after the grace window, which starts at the first arrival; rank 0 decides.
+    """Excludes ranks that arrive after the grace window, which starts at the first arrival and is enforced by rank 0.
 
     The other ranks report their arrivals to rank 0, and their exchange threads wait for its decisions.
     """

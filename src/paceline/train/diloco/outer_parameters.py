@@ -121,12 +121,12 @@ class OuterParameters(nn.Module):
 
     @torch.no_grad()
     def trained(self, fragment: int) -> list[torch.Tensor]:
-        """Copies this rank's parameters in a fragment."""
+        """Returns copies of this rank's parameters in a fragment."""
         return [param.to(copy, copy=True) for param, copy in self._pairs_of(fragment)]
 
     @torch.no_grad()
     def outer(self, fragment: int) -> list[torch.Tensor]:
-        """Copies the outer parameters in a fragment."""
+        """Returns copies of the outer parameters in a fragment."""
         return [copy.detach().clone() for _, copy in self._pairs_of(fragment)]
 
     @torch.no_grad()

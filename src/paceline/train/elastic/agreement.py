@@ -95,7 +95,7 @@ class BatchAssignments:
 
 
 REBALANCE_EVERY = 25  # rounds between two comparisons of the members' speeds
-_WORTH = 0.9  # a new division must shorten the longest share to less than this fraction
+_WORTH = 0.9  # a new division must reduce the time of the slowest rank to less than this fraction
 _WORTH_SLICES = 0.75  # used instead of `_WORTH` if the core could no longer add up the ranks' sums
 _NEW = 0.2  # the weight of the latest measurement in a member's speed
 

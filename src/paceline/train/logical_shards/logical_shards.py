@@ -154,7 +154,7 @@ class LogicalShards:
         """Computes the gradient of the mean loss over the step's samples and accumulates it into the parameters.
 
         Args:
-            loss_of: a function from a batch's data to the scalar mean loss over its samples.
+            loss_of: a function that maps a batch's data to the scalar mean loss over its samples.
             batches: the batches of this rank's shards; shards without samples are omitted.
 
         Returns:
@@ -188,8 +188,8 @@ class LogicalShards:
         Each sample is counted once. The result is bitwise equal on all ranks and for any number of ranks.
 
         Args:
-            measure: a function from a batch's data to a sum over its samples, such as the number of correct answers.
-                The sum is a tensor with the same shape, dtype and device for each batch.
+            measure: a function that maps a batch's data to a sum over its samples, such as the number of correct
+                answers. The sum is a tensor with the same shape, dtype and device for each batch.
             loader: a separate `ShardLoader` for these shards, with shuffle=False.
 
         Raises:
@@ -264,9 +264,9 @@ class ShardSums:
     """Sums `measure` over the batches of each shard, for an evaluation.
 
     Args:
-        measure: a function from a batch's data to a tensor with the same shape, dtype and device for each batch.
+        measure: a function that maps a batch's data to a tensor with the same shape, dtype and device for each batch.
         seed: the seed for the random streams.
-        devices: the devices, besides the CPU, whose generators draw from the random streams.
+        devices: the devices, other than the CPU, whose generators draw from the random streams.
     """
 
     def __init__(self, measure: Measure, seed: int, devices: Sequence[torch.device] = ()) -> None:

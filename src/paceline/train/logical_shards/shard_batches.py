@@ -76,7 +76,7 @@ def random_stream(*key: int, devices: Sequence[torch.device] = ()) -> Iterator[N
 
     Args:
         key: the numbers that identify the stream.
-        devices: the devices, besides the CPU, whose generators draw from the stream.
+        devices: the devices, other than the CPU, whose generators draw from the stream.
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little")
@@ -134,7 +134,7 @@ class EpochPlan:
         return listed
 
     def count_of(self, step: int, shard: int) -> int:
-        """Returns the number of a shard's samples in a step."""
+        """Returns the number of samples that a shard has in a step."""
         return len(run_of_rank(self.samples_of_step(step), self.shards, shard))
 
     def batches(self, steps: range, mine: range) -> Iterator[list[Any]]:

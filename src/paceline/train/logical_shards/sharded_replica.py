@@ -2,8 +2,8 @@
 
 With n ranks, `DistributedSampler` assigns the samples r, r + n, r + 2n, ... of a step to rank r. This module assigns
 the samples s, s + count, s + 2 count, ... to shard s, and the shards r, r + n, ... to rank r. A shard's samples are
-therefore the same for every n. Gradients are added in a tree that splits shards by the lowest bit of their number
-first. In this tree, the shards of each rank form a node.
+therefore the same for every n. Gradients are added in a tree that first splits the shards by the lowest bit of their
+numbers. In this tree, the shards of each rank form a node.
 """
 
 from __future__ import annotations

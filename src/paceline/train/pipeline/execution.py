@@ -1,4 +1,4 @@
-"""Execution: runs the stage computations and messages in a rank's part of a program, for one batch."""
+"""Execution: performs the computations and transfers in a rank's part of a program, for one batch."""
 
 from __future__ import annotations
 

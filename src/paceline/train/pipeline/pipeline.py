@@ -428,7 +428,7 @@ def describe_undivided(names: Sequence[str], layers: Sequence[nn.Module], whole:
         whole: the model to which the layers belong; None if the names of the layers are the same in the model.
 
     Raises:
-        ValueError: a layer is not in the whole model, or the layers lack a tensor of the whole model.
+        ValueError: a layer is not in the whole model, or a tensor in the whole model is not in any layer.
     """
     if whole is None:
         paths = dict(zip(names, names, strict=True))

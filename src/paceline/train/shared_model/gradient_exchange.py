@@ -121,7 +121,7 @@ class GradientExchange:
         )  # zeros, read in place of gradients that this rank does not have
 
     def agree(self, changed: str | None, has_inputs: bool, needs_averages: bool) -> bool:
-        """Waits until all ranks have entered their step, so that no rank still reads parameters.
+        """Waits until all ranks have entered their step, so that no rank is still reading parameters.
 
         Args:
             changed: a description of a forbidden change to the parameters on this rank, or None.

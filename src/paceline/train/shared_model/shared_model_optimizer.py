@@ -338,7 +338,7 @@ class FusedUpdates:
             id(updated): index for index, group in enumerate(optimizer.param_groups) for updated in group["params"]
         }
         self._plans: weakref.WeakKeyDictionary[ReadyRound, _Plan] = weakref.WeakKeyDictionary()
-        self._groups: list[_Group] = []  # empty if torch must apply this step
+        self._groups: list[_Group] = []  # empty if torch must perform this step
 
     def begin_step(self) -> None:
         """Reads the parameter groups' options for this step."""

@@ -52,7 +52,7 @@ class WeightSlice:
 
 
 def bounds(length: int, parts: int, part: int) -> tuple[int, int]:
-    """Returns the start and end of a part if `length` is divided as evenly as possible; longer parts are first."""
+    """Returns the start and end of a part if `length` is divided as evenly as possible; longer parts come first."""
     least, longer = divmod(length, parts)
     start = part * least + min(part, longer)
     return start, start + least + (part < longer)
@@ -106,7 +106,7 @@ def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> 
 
 @eager
 def joined_for_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Concatenates the ranks' parts along `dim` up to size `length`, as the input of a divided layer."""
+    """Concatenates the ranks' parts along `dim` up to size `length`, as input to a divided layer."""
     return _applied(_InputAllGatherFunction, tensor, dim % tensor.ndim, length, group)
 
 

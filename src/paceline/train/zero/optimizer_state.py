@@ -51,7 +51,8 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, to: int) -> StateByIndex | None:
     """Gathers the states of all ranks' shards, by shard number, on group rank `to`; returns None on other ranks.
 
-    The gathered tensors are on the CPU, because a device that holds one rank's part may lack memory for all parts.
+    The gathered tensors are on the CPU, because a device that holds one rank's part may not have enough memory for all
+    parts.
 
     Raises:
         TypeError: a state has a value other than a tensor, a number, a string or None; raised on every rank.

@@ -93,7 +93,7 @@ Layer = TypeVar("Layer", bound=Hashable)
 
 
 class LayerOrder(Generic[Layer]):
-    """Predicts the next layer to run: the layer that ran after the previous run of the current layer.
+    """Predicts the next layer to run: the layer that followed the current layer the last time that it ran.
 
     >>> order = LayerOrder()
     >>> [order.visit(layer) for layer in (0, 1, 2)]

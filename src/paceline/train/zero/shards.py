@@ -163,8 +163,8 @@ class Shard:
     def beside_master(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copies a tensor with the layout of `updated` to the device of the master copy.
 
-        If the copy goes to `pinned`, it may be incomplete: call `wait_for_copies` before reading the values, and read
-        them before the next call to this method.
+        A copy to `pinned` may still be in progress: call `wait_for_copies` before reading the values, and read them
+        before the next call to this method.
         """
         assert self.master is not None
         if self.pinned is None or tensor.is_cpu or tensor.dtype != self.pinned.dtype:

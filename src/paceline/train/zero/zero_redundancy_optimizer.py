@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: shards its state, and optionally gradients and parameters, over the ranks."""
+"""ZeroRedundancyOptimizer: shards its state, and optionally gradients and parameters, across the ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from paceline.train.zero.state_storage import StateStorage
 
 
 class ZeroRedundancyOptimizer(PartitionedOptimizer):
-    """Shards the state of an optimizer over the ranks: each rank runs `optimizer_class` on a part of the parameters.
+    """Shards the state of an optimizer across the ranks: each rank runs `optimizer_class` on a part of the parameters.
 
     Every parameter is owned by the rank that updates it (ZeRO, Rajbhandari et al. 2020). A parameter that exceeds a
     rank's even share is cut if the optimizer is `paceline.Lion` or one of torch's elementwise optimizers. Stage 1

@@ -3,7 +3,7 @@
 The `.metadata` file is a pickle, which is read without running code. Only the names of torch's metadata classes and
 their members are accepted. Instances of these classes become records instead of torch objects, so metadata from any
 version of torch can be read with any other version. Every name and number is checked before it is used. The blocks of a
-tensor must cover the tensor exactly once, and no path may extend the path of another value.
+tensor must cover the tensor exactly once, and no value's path may be a prefix of another's.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Item:
 
 
 def read_metadata(data: bytes, where: str) -> dict[str, Item]:
-    """Maps names to the items in a directory written by torch.distributed.checkpoint.
+    """Returns the items in a directory written by torch.distributed.checkpoint, by name.
 
     Args:
         data: the content of the directory's `.metadata` file.
@@ -215,7 +215,7 @@ class _Reader:
 
 
 def _require_separate(chunks: list[DcpChunk]) -> None:
-    """Checks that no two objects share bytes, because each of them takes memory."""
+    """Checks that no two objects share bytes, because each object is loaded into memory separately."""
     ranges = sorted((os.path.normpath(chunk.file), chunk.start, chunk.nbytes) for chunk in chunks if chunk.nbytes)
     for (file, start, nbytes), (other, begin, _) in pairwise(ranges):
         if file == other and begin < start + nbytes:
@@ -408,7 +408,7 @@ def _nested(leaves: list[tuple[tuple[str | int, ...], object]]) -> object:
     for path, leaf in leaves:
         inner: dict[str | int, object] = top
         for key in path[:-1]:
-            inner = inner.setdefault(key, {})  # type: ignore[assignment]  # no path leads through a leaf
+            inner = inner.setdefault(key, {})  # type: ignore[assignment]  # no path passes through a leaf
         inner[path[-1]] = _Leaf(leaf)
     return _with_lists(top)
 

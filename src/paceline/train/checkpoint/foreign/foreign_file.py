@@ -182,7 +182,7 @@ def _load(path: Path) -> object:
 
 
 def _load_mapped(path: Path) -> object:
-    """Loads a file, and maps it if its format allows that. Files from before torch 1.6 cannot be mapped."""
+    """Loads a file, and maps it into memory if possible. The format used before torch 1.6 does not allow mapping."""
     with open(open_regular(path, follows=True), "rb") as file:
         is_zip = require_sound_torch_file(file, str(path))
     is_mapped = is_zip and encodable(str(path)) == str(path)  # torch cannot map a file whose path is not UTF-8

@@ -7,7 +7,7 @@ and calling it creates a `PickledRecord`. Only records have state, and keys are 
 The memory use is proportional to the length of the pickle.
 
 `unpickle` returns the records. `require_sound_torch_file` checks a file written by torch.save before torch reads it.
-torch's unpickler for weights runs no code, but it crashes on deeply nested keys, allocates memory of any size, and
+torch's weights-only unpickler runs no code, but it crashes on deeply nested keys, allocates memory of any size, and
 enlarges a storage that is too small for its tensor.
 """
 
@@ -74,7 +74,7 @@ class PickledRecord:
 
 
 Make = Callable[[Global, tuple[object, ...]], object]
-"""A function that creates a value from a called name and its arguments. It must not copy the arguments."""
+"""A function that creates a value from the name of a callable and its arguments. It must not copy the arguments."""
 
 
 def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callable[[PickledRecord], object]) -> object:
@@ -82,8 +82,8 @@ def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callab
 
     Args:
         data: the pickle.
-        known: a function that maps a name to the factory that replaces it in calls, such as `PickledRecord`, or to None
-            to reject the name.
+        known: a function that maps the name of a callable to the factory that is called instead, such as
+            `PickledRecord`, or to None to reject the name.
         key_of: a function that converts a record used as a key to a scalar or a flat tuple of scalars.
 
     Raises:
@@ -311,7 +311,7 @@ _OPERATIONS: dict[bytes, Callable[[_Interpreter], object]] = {  # by operation c
 }
 
 
-# - Files of torch.save
+# - Files written by torch.save
 
 _PICKLE_RECORD = "/data.pkl"
 _LEGACY_PICKLES = 5  # magic number, version, system, state and storage keys
@@ -354,7 +354,7 @@ class PickledStorage(PickledRecord):
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the sentence in which torch's unpickler for weights says what it rejected, without advice to trust it."""
+    """Extracts, from an error of torch's weights-only unpickler, the sentence that describes what it rejected."""
     _, _, reason = str(error).partition("WeightsUnpickler error: ")
     return (reason or str(error)).strip().split("\n")[0].split(". ")[0].removesuffix(".")
 
@@ -363,10 +363,10 @@ def require_sound_torch_file(file: BinaryIO, path: str) -> bool:
     """Checks a file written by torch.save without creating any of its objects.
 
     Returns:
-        True if the file is a zip file, or False if it is in the format from before torch 1.6.
+        True if the file is a zip file, or False if it is in the format used before torch 1.6.
 
     Raises:
-        CheckpointDamagedError: the file is truncated or contradicts itself.
+        CheckpointDamagedError: the file is truncated or inconsistent.
         CheckpointError: the file contains something that no state contains, such as a nested tensor.
     """
     try:
@@ -430,7 +430,7 @@ def _sizes_of_records(path: str, archive: zipfile.ZipFile, file: BinaryIO) -> di
 
 
 def _storages_in(file: BinaryIO, nbytes: int) -> dict[str, int]:
-    """Returns the sizes of the storages to which a pickle of torch.save refers, in bytes, by key.
+    """Returns the sizes in bytes of the storages to which a pickle from torch.save refers, by key.
 
     Raises:
         UnneededPickleError, ValueError: as for `unpickle`.
@@ -443,7 +443,7 @@ def _storages_in(file: BinaryIO, nbytes: int) -> dict[str, int]:
 
 
 def _expanded(whole: object) -> int:
-    """Returns the number of values in a tree, in which a value may occur several times.
+    """Returns the number of values in a tree; a value that occurs several times is counted each time.
 
     Raises:
         ValueError: a container contains itself.
@@ -475,7 +475,7 @@ def _members(value: object) -> list[object]:
 
 
 class _TorchInterpreter(_Interpreter):
-    """Interprets a pickle of torch.save, which may refer to any name, and collects the sizes of its storages."""
+    """Interprets a pickle from torch.save, which may refer to any name, and collects the sizes of its storages."""
 
     longest_int_nbytes = 255
 
@@ -528,7 +528,7 @@ class _TorchInterpreter(_Interpreter):
             raise self._damage(f"a tensor of {list(shape)} in a storage of {storage.nbytes:,} bytes")
 
     def _key(self, value: object) -> object:
-        """Checks a key, which may contain tuples within tuples; hashing them takes time and stack."""
+        """Checks a key, which may contain nested tuples; hashing these takes time and stack space."""
         parts: list[object] = [value]
         for part in parts:  # grows, because tuples are replaced with their parts
             if isinstance(part, tuple) and len(parts) + len(part) <= _LONGEST_KEY:

@@ -162,8 +162,8 @@ class Checkpoint:
         """Reads all files in this directory; returns all faults, each with its file and tensor.
 
         Args:
-            progress: a function that is called after each tensor with the number of bytes read and the total number of
-                bytes, or None. Default: None.
+            progress: an optional function that is called after each tensor with the number of bytes read and the total
+                number of bytes. Default: None.
         """
         files = self.manifest.files_here()
         unfit = {name: fault for name in files if (fault := self._fault_of_file(name)) is not None}
@@ -289,8 +289,8 @@ def export(
     Args:
         names: the tensors to export, as a mapping from their names in the checkpoint to their names in the file.
         target: the path of the file. An existing file is replaced.
-        progress: a function that is called with the number of bytes written and the total size of the tensors in bytes,
-            or None. Default: None.
+        progress: an optional function that is called with the number of bytes written and the total size of the tensors
+            in bytes. Default: None.
 
     Raises:
         CheckpointDamagedError: a file in the checkpoint is missing, truncated or changed.

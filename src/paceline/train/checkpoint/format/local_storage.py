@@ -23,7 +23,7 @@ from paceline.train.checkpoint.format.storage import FsspecStorage, InputFile, O
 from paceline.train.elastic.failpoints import failpoint
 
 # Errors from file systems that cannot sync directories, such as some FUSE and CIFS mounts. Such file systems write
-# names immediately.
+# directory entries immediately.
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP)
 _MOST_VIEWS = 512  # maximum number of views in one call; Linux accepts up to 1,024
 ALIGNMENT = 4096
@@ -69,7 +69,7 @@ class LocalStorage:
         """Returns the size of a file in bytes, or None if it does not exist.
 
         Raises:
-            CheckpointDamagedError: the path is not a regular file but, for example, a link or a pipe.
+            CheckpointDamagedError: the path is a link, a pipe, or anything else that is not a regular file.
         """
         try:
             return status_of(self.path / name).st_size
@@ -279,8 +279,8 @@ class Disk:
 class DirectWriter:
     """Appends to a file with direct writes, or with ordinary writes if the file system rejects direct writes.
 
-    Direct writes must begin at multiples of 4 KiB in the file and in memory. Views with this alignment, such as copies
-    that `Staging` has laid out as in the file, are written without another copy. All other data is collected in a
+    Direct writes must begin at multiples of 4 KiB in the file and in memory. Views with this alignment, such as those
+    from `Staging`, whose layout matches the file, are written without another copy. All other data is collected in a
     buffer.
 
     Args:
@@ -397,8 +397,8 @@ def status_of(path: str | os.PathLike[str], *, follows: bool = False) -> os.stat
 
     Args:
         path: the path of the file.
-        follows: whether the path may be a symbolic link to a regular file, as is allowed for paths from users. Default:
-            False.
+        follows: whether the path may be a symbolic link to a regular file, which is permitted for paths given by users.
+            Default: False.
 
     Raises:
         CheckpointDamagedError: the path is not a regular file.

@@ -34,10 +34,10 @@ _LARGE_NBYTES = 64 << 20  # the end of a larger file is checked before the whole
 _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 _LARGEST = 1 << 62
 _LARGEST_SEQUENCE = 1 << 53
-_MOST_SHOWN = 8  # dimensions in a message
+_MOST_SHOWN = 8  # maximum number of dimensions that a message lists
 _LARGEST_BLOCK_NBYTES = 1 << 30  # a block is read into memory as a whole
 _LATEST_S = 1 << 37  # the latest valid write time, in the year 6325
-BLOCK_NBYTES = 1 << 20  # size of a block; each has its own digest, to verify partial reads of a piece
+BLOCK_NBYTES = 1 << 20  # size of a block; each has its own digest, so partial reads of a piece can be verified
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Draft:
 
     Attributes:
         name: the name of the published checkpoint.
-        directory: the directory in which ranks write.
+        directory: the directory to which ranks write.
         step: the training step, or None.
         sequence: the checkpoint's sequence number, greater than that of any earlier checkpoint in the root.
         token: a string that is unique to the checkpoint.
@@ -59,7 +59,7 @@ class Draft:
     token: str
 
     def to_bytes(self) -> bytes:
-        """Encodes the draft for the other ranks."""
+        """Encodes the draft, which is then sent to the other ranks."""
         return msgspec.json.encode(self)
 
     @staticmethod
@@ -247,7 +247,7 @@ def merged(parts: Iterable[RankPart]) -> tuple[dict[str, FileEntry], dict[str, T
 
 
 def fault_of(manifest: Manifest) -> str | None:
-    """Returns the first contradiction found in a manifest, or None. The manifest may have been edited."""
+    """Returns the first inconsistency found in a manifest, or None. The manifest may have been edited."""
     if (fault := fault_of_summary(manifest)) is not None:
         return fault
     is_block = 1 <= manifest.block_nbytes <= _LARGEST_BLOCK_NBYTES
@@ -268,7 +268,7 @@ def fault_of(manifest: Manifest) -> str | None:
 
 
 def fault_of_summary(summary: Summary | Manifest) -> str | None:
-    """Returns the first fault found in the numbers and file names of a manifest, or None."""
+    """Returns the first fault found in a manifest's numbers and file names, or None."""
     for name, entry in summary.files.items():
         if not _FILE_NAME.fullmatch(name) or name == FILE:
             return f"{name!r} is not the name of a file in its directory"
@@ -488,8 +488,8 @@ def read_file(storage: ReadableStorage, name: str, most_nbytes: int, *, end: byt
         end: the last bytes of a complete file, which are checked first if the file is large. Default: none.
 
     Raises:
-        CheckpointDamagedError: the file has more than `most_nbytes` bytes, has more bytes than memory can hold, or is
-            large and ends differently.
+        CheckpointDamagedError: the file exceeds `most_nbytes`, does not fit into memory, or is large and does not end
+            with `end`.
     """
     file = storage.open(name)
     with contextlib.closing(file):

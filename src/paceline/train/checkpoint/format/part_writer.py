@@ -40,7 +40,7 @@ class WriteItem:
         shape: the shape of the whole tensor.
         region: the location of the elements in the whole tensor.
         data: the region's elements, contiguous and row-major, or a function that returns them. The elements must not
-            change until `write_part` calls the function of the next item or returns.
+            change until `write_part` calls the next item's function or returns.
     """
 
     name: str
@@ -113,8 +113,8 @@ def write_part(
         rank: the rank, which determines the file names.
         pieces: the pieces that the rank writes, possibly none.
         split_nbytes: the size in bytes above which a new file is begun. Default: 1 GiB.
-        progress: a function that is called with the number of bytes written and the total number of bytes after each
-            chunk of at most 8 MiB, or None. It may raise an error to stop the write. Default: None.
+        progress: an optional function that is called after each chunk of at most 8 MiB with the number of bytes written
+            and the total number of bytes. It may raise an error to stop the write. Default: None.
 
     Raises:
         CheckpointError: a file could not be written, or a piece is invalid.

@@ -27,7 +27,7 @@ class TensorBlock(msgspec.Struct, frozen=True, tag="Box"):
 
 
 Region = Flat | TensorBlock
-_MOST_COMPARISONS = 4_000_000  # of irregular blocks with each other, which take a few seconds
+_MOST_COMPARISONS = 4_000_000  # maximum number of comparisons between irregular blocks; they take a few seconds
 
 
 def whole(shape: tuple[int, ...]) -> Flat:

@@ -354,7 +354,7 @@ def point_to(storage: Storage, draft: Draft) -> None:
 
 
 def _to_keep(listings: list[Listing], keep: int) -> set[str]:
-    """Returns the names of the `keep` newest intact checkpoints and of damaged ones newer than the oldest of these."""
+    """Returns the names of the `keep` newest intact checkpoints, and of damaged ones newer than the oldest of those."""
     whole = [listing for listing in listings if listing.fault is None][:keep]
     if not whole:
         return set()

@@ -31,7 +31,7 @@ _LARGE_NBYTES = 1 << 20
 _LONGEST = 100 << 20  # maximum size of the JSON text, as in the safetensors package
 LONGEST_HEADER_NBYTES = _LENGTH_NBYTES + _LONGEST
 _METADATA = "__metadata__"
-MOST_DIMENSIONS = 64  # as in torch; the size of a tensor with many large dimensions would take long to compute
+MOST_DIMENSIONS = 64  # as in torch; the size of a tensor with many large dimensions would take a long time to compute
 BEYOND = 1 << 63  # all valid sizes, strides and offsets are smaller
 
 
@@ -141,5 +141,5 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def as_stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and shape with which a tensor is stored, so that every version of safetensors can read it."""
+    """Returns the dtype and shape in which a tensor is stored, so that every version of safetensors can read it."""
     return ("U8", (nbytes_of(dtype, shape),)) if dtype in _STORED_AS_BYTES else (dtype, shape)

@@ -52,7 +52,7 @@ class SharedLock(Protocol):
 
 
 class StorageLocation(Protocol):
-    """A storage location. Its methods, and those of the protocols below, may raise OSError."""
+    """A location in which checkpoints are stored. Its methods, and those of the protocols below, may raise OSError."""
 
     def describe(self, name: str = "") -> str:
         """Returns the full path or address of a name, for error messages."""
@@ -88,8 +88,8 @@ class Storage(ReadableStorage, WritableStorage, Protocol):
     """All operations on a root.
 
     Attributes:
-        renames: whether a checkpoint becomes visible by renaming its directory. If False, it becomes visible by writing
-            its manifest last.
+        renames: whether a checkpoint is made visible by renaming its directory, rather than by writing its manifest
+            last.
     """
 
     renames: bool
@@ -220,8 +220,8 @@ class FsspecStorage:
     """Storage without renames at an address such as s3://bucket/run, gs://bucket/run or memory://run.
 
     It works with object stores and other systems that fsspec supports. The manifest is written after all other files. A
-    directory is therefore complete if it has a manifest, and otherwise unfinished. A digest detects whether the
-    manifest itself is truncated.
+    directory is therefore complete if it has a manifest, and otherwise unfinished. A digest in the manifest reveals
+    whether the manifest itself is truncated.
     """
 
     renames = False

@@ -1,7 +1,7 @@
 """Lossless JSON encoding for plain values, and the names of tensors and values in a checkpoint.
 
-A value of a type that JSON lacks is encoded as an object with a single member. The name of the member begins with $.
-Names are paths such as `model/layer.0.weight` and `optimizer/state/3/exp_avg`.
+A value of a type that JSON lacks is encoded as an object with a single member, whose name begins with $. Names are
+paths such as `model/layer.0.weight` and `optimizer/state/3/exp_avg`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def of_rank(name: str, rank: int) -> str:
 
 
 def without_rank(name: str) -> tuple[str, int | None]:
-    """Splits a name into the value's name and the rank that saved this copy, or None; the inverse of `of_rank`.
+    """Splits a name into the value's name and the rank (or None) that saved this copy; the inverse of `of_rank`.
 
     >>> without_rank("random@rank3/torch"), without_rank("epoch")
     (('random/torch', 3), ('epoch', None))

@@ -84,7 +84,7 @@ def _left_by_cgroups(root: Path) -> Iterator[int]:
         if names is None:
             continue
         own = Path(path.lstrip("/"))
-        for path_in_cgroups in (own, *own.parents):  # in a container, possibly only the last of these exists
+        for path_in_cgroups in (own, *own.parents):  # in a container, only the last of these may exist
             left = _left(root / names.base / path_in_cgroups, names)
             if left is not None:
                 yield left

@@ -134,8 +134,8 @@ def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
     """Connects to a cache.
 
     Args:
-        address: the address of the cache, either unix:PATH or HOST:PORT. In a job with one port, PORT is the number of
-            the channel.
+        address: the address of the cache, either unix:PATH or HOST:PORT. In a job with one port, PORT is the channel
+            number.
         timeout_s: the maximum time for connecting, in seconds.
 
     Raises:

@@ -27,7 +27,7 @@ class GetAddress(msgspec.Struct, frozen=True, tag=True):
 
 
 class CacheAddress(msgspec.Struct, frozen=True, tag=True):
-    """Reports the identity of the cache and its address HOST:PORT, which is "" if the job has one machine."""
+    """Reports the identity of the cache and its address HOST:PORT, which is "" if the job runs on one machine."""
 
     vault: str
     address: str
@@ -142,7 +142,7 @@ class RequestCompleted(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """Reports that a request was refused, and the reason."""
+    """Reports that a request was refused, and why."""
 
     reason: str
 

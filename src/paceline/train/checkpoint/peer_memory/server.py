@@ -33,7 +33,7 @@ class CacheServer:
     """The cache and the listeners of a launcher. Each generation of workers gets new listeners, but the memory is kept.
 
     Args:
-        address: the address at which other machines reach this one, or None if the job has no other machine.
+        address: the address at which other machines reach this one, or None if there are no other machines.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -90,7 +90,7 @@ class CacheServer:
             return self._tcp_address
 
     def _admit(self, connection: Connection, _: PeerHello) -> None:
-        """Serves a worker in the calling thread, at a low priority."""
+        """Serves a worker on the calling thread, at low priority."""
         from paceline.train.checkpoint.peer_memory.cache import CheckpointCache, Session
         from paceline.train.elastic.process_priority import lower_thread_priority
 

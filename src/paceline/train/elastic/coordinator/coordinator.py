@@ -96,7 +96,7 @@ RESIGN_S = 2.0  # a coordinator that has had no quorum for this long resigns
 class Coordinator:
     """The coordinator of an elastic job. The caller must call `tick` at `deadline_s` if no other event occurs earlier.
 
-    Every method returns the orders to carry out, in sequence. The names of machines and workers are never reused:
+    Every method returns the orders to carry out, in order. The names of machines and workers are never reused:
     replacement workers and restarted launchers get new names.
     """
 
@@ -192,7 +192,7 @@ class Coordinator:
         return [self._job.over] if self._job.over is not None else self._settle(now_s)
 
     def hold_back(self, until_s: float) -> bool:
-        """Delays the first view until `until_s`, because another job may be running; returns False if a view exists."""
+        """Delays the first view until `until_s`, in case another job is running; returns False if a view exists."""
         self._job.quiet_until_s = max(self._job.quiet_until_s, until_s)
         return self._job.views.latest is None
 

@@ -88,11 +88,11 @@ class ConnectionFailures:
         self.waiting[uid] = ConnectionFailure(what.generation, due_s)
 
     def answered(self) -> None:
-        """Discards the reports after a forced view was issued."""
+        """Discards the reports once a forced view has been issued."""
         self.waiting.clear()
 
     def are_too_many(self, policy: CoordinatorPolicy, now_s: float) -> bool:
-        """Counts a view that was forced without a death; returns whether the job should give up."""
+        """Counts a forced view that no death explains; returns whether the job should give up."""
         self._forced_s = [forced_s for forced_s in self._forced_s if now_s - forced_s < policy.breaks_within_s] + [
             now_s
         ]
@@ -110,7 +110,7 @@ class ElasticJob:
         views: The views that were issued.
         breaks: The reports of broken connections.
         over: The order that ended the job, or None.
-        fingerprint: The fingerprint of all members, or None before the first view.
+        fingerprint: The fingerprint that all members share, or None before the first view.
         finished: The workers that have completed their training loop.
         ending_s: The time at which the first worker finished, or None.
         leaving_s: The time at which all members had been asked to leave, or None.

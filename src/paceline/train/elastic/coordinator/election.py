@@ -40,13 +40,13 @@ class ContactResult(Enum):
 
     FOLLOWED = auto()  # the other launcher is the coordinator or a candidate, and this launcher now follows it
     ELSEWHERE = auto()  # the other launcher follows another coordinator
-    SEEKING = auto()  # the other launcher also searches for a coordinator
+    SEEKING = auto()  # the other launcher is also searching for a coordinator
     ENDED = auto()  # the machine responds, but its launcher's port is closed
     SILENT = auto()  # the machine does not respond
 
 
 class ConnectionLoss(Enum):
-    """The way the connection to a coordinator was lost."""
+    """The cause of a lost connection to a coordinator."""
 
     ENDED = auto()  # the coordinator's launcher has exited, and all its messages were read
     RESET = auto()  # the coordinator's machine has reset the connection, which was active just before
@@ -214,7 +214,7 @@ class CoordinatorSearch:
 
 @dataclass
 class Candidacy:
-    """A launcher's candidacy: the reports of its followers, and whether these form a quorum.
+    """A launcher's candidacy: the reports of its followers, and whether the followers form a quorum.
 
     Attributes:
         since_s: The time at which the candidacy began.

@@ -72,7 +72,7 @@ def _knowledge(job: ElasticJob, home: int) -> ReplicatedJobState:
 
 
 def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
-    """Restores the job from replicated state, with all machines unreachable until they reconnect."""
+    """Restores the job from replicated state. All machines are considered unreachable until they reconnect."""
     job.fingerprint, job.identity = known.fingerprint or None, known.job
     lost_s = now_s - job.policy.return_patience_s + job.policy.follow_patience_s
     for peer in known.peers:
@@ -138,8 +138,8 @@ class CoordinatorHandover:
 def choose_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
     """Chooses the successor, whose store the members of future views use for their rendezvous.
 
-    A network partition may separate some members from this store although all of them reach this coordinator. In that
-    case another machine is chosen.
+    A network partition may separate some members from this store even if all of them can reach this coordinator. In
+    that case another machine is chosen.
     """
     views, before, unfit_s = job.views, retirement.successor, retirement.unfit_s
     if before is not None and job.breaks.waiting and views.is_on_its_way_to(before.store):

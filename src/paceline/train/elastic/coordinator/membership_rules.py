@@ -1,4 +1,4 @@
-"""The coordinator's rules for ending the job, first and forced views, state transfers and planned views.
+"""The coordinator's rules for first, forced and planned views, for state transfers, and for the end of the job.
 
 Each rule is a function that evaluates the job's state and adds orders. `Coordinator._step` applies the rules in the
 order given in `coordinator.py`.
@@ -273,7 +273,7 @@ def begin_machines(job: ElasticJob) -> None:
 
 
 def give_first_view(job: ElasticJob, now_s: float) -> bool:
-    """Issues the first view once enough workers are ready; returns whether that had any effect.
+    """Issues the first view once enough workers are ready; returns whether it was issued or the job has ended.
 
     If all workers that the machines keep running are ready, `start_patience_s` does not apply.
     """
@@ -443,7 +443,7 @@ def _must_end(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: flo
 
 
 def _wait_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float, timeout_s: float) -> bool:
-    """Reports once which workers the job is waiting for; returns False after `timeout_s`."""
+    """Reports, but only once, which workers the job is waiting for; returns False after `timeout_s`."""
     _tell_whom_it_waits_for(job, missing, why, now_s)
     job.due_s.append(job.held_s + timeout_s)
     return now_s < job.held_s + timeout_s

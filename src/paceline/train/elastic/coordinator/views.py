@@ -149,8 +149,9 @@ class Views:
     def may_have_begun(self) -> bool:
         """Returns True if any round may have been committed.
 
-        A round requires that all members of a view have entered it. This is unknown while any worker is running, or if
-        a worker died on an unreachable machine, because messages from that machine may be missing.
+        A round requires a view that all its members have entered. Whether there was such a view is unknown while any
+        worker is running, or if a worker died on an unreachable machine, because messages from that machine may be
+        missing.
         """
         workers = {uid: self.registry.workers[uid] for view in self.since_complete for uid in view.members}
         return self.has_begun or any(worker.lives or not worker.was_drained for worker in workers.values())

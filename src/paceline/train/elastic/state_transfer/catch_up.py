@@ -68,7 +68,7 @@ class AdmissionTest:
     _taken: int = 0
 
     def is_near(self, behind: int) -> bool:
-        """Records the number of remaining results after a received result; returns whether to admit the receiver."""
+        """Records a received result, with `behind` results remaining; returns whether to admit the receiver."""
         if self._first is None:
             self._first = behind
         self._taken += 1
@@ -104,7 +104,7 @@ class RemoteLog:
     ) -> None:
         self._senders = senders
         self._on_near, self._check, self._may_come = on_near, check, may_come
-        self._generation = 0  # the last view entered by the members according to the log
+        self._generation = 0  # the last view that, according to the log, the members have entered
         self._pursuit = AdmissionTest()
         self._is_near = False
         self._next: tuple[RoundResult | ViewEntered, Values] | None = None

@@ -1,6 +1,6 @@
 """Optimizer steps in a DDP loop, as captured by the members and repeated by a receiver.
 
-A step is determined by the gradients when `optimizer.step()` is called (after clipping and unscaling), the options of
+A step is determined by the gradients at the call to `optimizer.step()` (after clipping and unscaling), the options of
 the parameter groups (such as the learning rate), and the optimizer's state. The receiver already has the optimizer's
 state.
 
@@ -226,7 +226,7 @@ def _take_over(optimizer: torch.optim.Optimizer, item: OptimizerStep, values: Va
     """Sets an optimizer's gradients and options to those of a member's step.
 
     Raises:
-        StateDivergedError: The gradients or options do not fit the optimizer.
+        StateDivergedError: The gradients or options do not match the optimizer.
     """
     params, count = [*_params(optimizer)], sum(item.has_gradient)
     if len(params) != len(item.has_gradient):

@@ -86,7 +86,7 @@ class Snapshot:
 
     Closing the snapshot kills the child and frees its memory. The child shares the memory of the state until this
     process changes it. The snapshot therefore needs additional memory for the part of the state that changes during the
-    snapshot's lifetime. This is at most the size of the state. The log may need the same amount. When the log is full,
+    snapshot's lifetime, at most as much as the whole state. The log may need the same amount. When the log is full,
     training waits for the receiver.
 
     Args:

@@ -103,7 +103,7 @@ class ChunkLayout:
 
 CHANNEL = "transfer"  # the name of the channel in the handshake
 CHUNK_BYTES = 4 << 20
-NEAR = 1  # a receiver that lacks at most this many results counts as caught up
+NEAR = 1  # a receiver that lacks at most this many results is considered caught up
 REQUEST = struct.Struct("<QQQQ")  # a RequestKind and three numbers
 FRAME = struct.Struct("<QQ")
 _LARGEST_HEAD = 1 << 30

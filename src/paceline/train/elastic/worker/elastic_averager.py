@@ -182,7 +182,7 @@ class ElasticAverager:
         self._before: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None  # saved gradients and buffers
 
     def average_by(self, rounds: Rounds, name: str) -> None:
-        """Sets the averager to average over the members of each view, starting with the next call.
+        """Starts averaging over the members of each view, beginning with the next call.
 
         Args:
             rounds: The rounds in which the members compute the means.
@@ -234,7 +234,7 @@ class ElasticAverager:
         self._weight = float(weight)
 
     def before_forward(self) -> None:
-        """Saves the gradients and buffers, which are restored if no member's backward pass counts."""
+        """Saves the gradients and buffers, which are restored if every member's weight is zero."""
         if self._before is None:
             gradients = [None if param.grad is None else param.grad.clone() for param in self._params]
             self._before = gradients, [buffer.clone() for buffer in self._buffers_of()]

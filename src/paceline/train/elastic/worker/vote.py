@@ -1,4 +1,4 @@
-"""The vote in which the members of a view commit a round. All members must have the same result and the same state.
+"""The vote by which the members of a view commit a round. All members must have the same result and the same state.
 
 The digests in the votes reveal a member whose memory differs from that of the others. They do not reveal a member that
 computes wrong sums from correct memory, because all members receive the same wrong sums. To detect such a member, other
