@@ -19,7 +19,7 @@ struct Table {
     void (*allocate)();
     void (*to_owned)();
     void (*from_owned)();
-    int (*read)(void* object, nb::dlpack::dltensor* found);  // takes neither a copy nor a reference; may be null
+    int (*read)(void* object, nb::dlpack::dltensor* found);  // neither copies nor takes a reference; may be null
 };
 
 // The arguments passed to `read_tensors`. The references are never released because calls may run until the process

@@ -125,7 +125,7 @@ struct Outcome {
     std::uint64_t split_sent = 0;
     std::uint64_t split_expected = 0;
     std::uint32_t step = 0;         // schedule_unfit: the first step that does not fit
-    std::vector<CallHeader> calls;  // indexed by group rank; the entry of a missing rank is its latest call
+    std::vector<CallHeader> calls;  // indexed by group rank; a missing rank's entry is its latest call
 };
 
 // Data about a call that its group collects for the recording.

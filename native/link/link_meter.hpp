@@ -28,7 +28,7 @@ class LinkMeter {
     LinkMeter& operator=(const LinkMeter&) = delete;
     ~LinkMeter() { close(); }
 
-    // Adds a link to `peer`, a rank in the default group. Must be called before the first call of the group.
+    // Adds a link to `peer`, a rank in the default group. Must be called before the group's first call.
     void watch(int peer, std::vector<int> sockets);
     // Performs the last measurement. The sockets must still be open. Idempotent.
     void close();

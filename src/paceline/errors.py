@@ -170,7 +170,7 @@ class CollectiveMismatchError(CollectiveError):
 class CollectiveTimeoutError(_TimedOut, CollectiveError, TimeoutError):
     """A rank did not make a call before the timeout; the message identifies the rank and its latest call.
 
-    If that rank is waiting in another call, the message also identifies the rank that blocks it there.
+    If that rank is waiting in another call, the message also identifies the rank that blocks that call.
 
     Attributes: `missing`, the other ranks (in the default group) that did not make the call. It is empty if only this
     rank was late, or if the engine cannot determine the missing ranks.

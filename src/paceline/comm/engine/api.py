@@ -162,7 +162,7 @@ class EngineModule(Protocol):
     """The functions in an engine's module, which is imported when the engine is chosen."""
 
     def missing_piece(self, name: str) -> str | None:
-        """Returns the first prerequisite that this machine lacks, with the fix, or None if the engine can be used.
+        """Describes the first prerequisite that this machine lacks and how to fix it; returns None if there is none.
 
         `name` is the engine's name, since one module may implement several engines.
         """
@@ -264,7 +264,7 @@ def staged_types(backend: BackendChoice) -> dict[str, str]:
 
 
 def missing_piece(name: str) -> str | None:
-    """Returns the first missing prerequisite of engine `name` on this machine and the fix, or None if there is none."""
+    """Describes the first missing prerequisite of engine `name` and how to fix it; returns None if there is none."""
     return f"this version has no engine {name!r}" if _entry(name) is None else _module(name).missing_piece(name)
 
 

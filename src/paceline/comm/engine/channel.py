@@ -165,7 +165,7 @@ class CallOutcome(Protocol):
 
     @property
     def waited_ns(self) -> int:
-        """The time that the call waited, in nanoseconds."""
+        """The time spent waiting in the call, in nanoseconds."""
 
     @property
     def step(self) -> int:

@@ -1,4 +1,4 @@
-"""The hierarchical algorithm over two engines: one within each host, and one between the hosts' leaders.
+"""The hierarchical algorithm with two engines: one within each host, and one between the hosts' leaders.
 
 The leader of a host is the host's first rank in the group. Messages and operations without a step between leaders
 (all-to-all and all kinds of gather and scatter) use the engine that connects all ranks.

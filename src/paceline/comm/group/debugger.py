@@ -61,8 +61,8 @@ def _debug(debugger: _Debugger) -> None:
 class _Debugger(pdb.Pdb):
     """pdb on the terminal. It stops inside `breakpoint`, but initially shows the caller's frame.
 
-    Because it stops there, the debugger finishes before the other ranks continue. With `nosigint`, Ctrl-C after
-    `continue` terminates the job, as without a debugger.
+    Because it stops inside `breakpoint`, the debugger finishes before the other ranks continue. With `nosigint`, Ctrl-C
+    after `continue` terminates the job, as without a debugger.
     """
 
     def __init__(self, caller: FrameType) -> None:

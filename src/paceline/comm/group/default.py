@@ -102,7 +102,7 @@ class World:
 
 
 class OwnWorld(World):
-    """The world created by `init_process_group`; it is closed no later than at process exit."""
+    """The world created by `init_process_group`; closed at process exit if it is still open."""
 
     def __init__(self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
         super().__init__(store, engines, group, timeout_s)

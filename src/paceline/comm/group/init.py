@@ -99,8 +99,8 @@ def init_process_group(
             tensors use "paceline" unless another engine is specified for them.
         init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. Not needed with
             "mpi" if mpirun has started the ranks.
-        timeout: the time that this call and each later call waits for the other ranks, as a timedelta or in seconds.
-            The default is 30 minutes.
+        timeout: the timeout for this call and for each later call, as a timedelta or in seconds. The default is 30
+            minutes.
         world_size, rank: the number of ranks and the rank of this process; with env:// they can be taken from the
             environment.
         store: a store that all ranks share, instead of `init_method`; it requires `world_size` and `rank`.
@@ -341,7 +341,7 @@ def form_apart(store: Store, rank: int, world_size: int, timeout_s: float, optio
     Args:
         store: the store for the rendezvous; the caller closes it.
         rank, world_size: this rank and the number of ranks.
-        timeout_s: the time to wait for the other ranks, here and in the group's calls, in seconds.
+        timeout_s: the time to wait for the other ranks while the group forms and in the group's calls, in seconds.
         options: the group's options.
 
     Raises:

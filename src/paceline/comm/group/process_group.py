@@ -554,7 +554,7 @@ class ProcessGroup:
         return [bytes(as_memory(buffer)) for buffer in received]
 
     def explain(self, operation: str, nbytes: int) -> str:
-        """Returns text that states which algorithm the group uses for a call of `nbytes` bytes, and why.
+        """Returns text that explains which algorithm the group uses for a call on `nbytes` bytes, and why.
 
         Raises:
             ValueError: there is no operation with that name.
@@ -675,7 +675,7 @@ class ProcessGroup:
         *,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Gathers every rank's tensor on all ranks, into the entries of the only list in `output_tensors`."""
+        """Gathers every rank's tensor on all ranks, into the entries of the single list in `output_tensors`."""
         outputs = one_list(output_tensors, "allgather")
         return _as_work(self.all_gather(outputs, _unpack_single(input_tensors), True, time_limit(opts, timeout)))
 

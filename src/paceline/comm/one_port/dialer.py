@@ -138,7 +138,7 @@ def dial(
         reach_s: a shorter timeout for connecting, in seconds.
 
     Raises:
-        OSError: the machine cannot be reached, or no process listens there.
+        OSError: the machine cannot be reached, or no process is listening at the address.
         HandshakeUnfinishedError: the process listening on the port closed the connection; another attempt may succeed.
     """
     deadline = time.monotonic() + timeout_s

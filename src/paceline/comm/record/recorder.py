@@ -184,7 +184,7 @@ def begin() -> None:
 def _finish_at_the_end_of_a_child() -> None:
     """Finishes the recording of a process started by multiprocessing, which runs its finalizers but no exit handlers.
 
-    Python 3.13 runs exit handlers there, but removes those that were registered before the fork.
+    Python 3.13 runs exit handlers in such a process, but removes those that were registered before the fork.
     """
     if (util := sys.modules.get("multiprocessing.util")) is not None:
         util.Finalize(None, _core.finish_recording, exitpriority=_LAST)

@@ -1,4 +1,4 @@
-"""Check-in protocol, which ensures that each rank arrives exactly once and expects the same world size.
+"""Check-in protocol, which ensures that each rank arrives exactly once and that all expect the same world size.
 
 Every rank claims its number in the store and waits for the *verdict*, which is "complete" or the reason why the ranks
 cannot continue. The first rank that finds the claims complete or contradictory sets the verdict, so all ranks receive

@@ -36,7 +36,7 @@ class Scheduler:
         nodes: the number of launchers.
         address: the address of launcher 0's machine.
         port: the port of the launchers' rendezvous.
-        slot: the number of this launcher on its machine, and the number of launchers there.
+        slot: the number of this launcher on its machine, and the number of launchers on that machine.
         job: an identifier for this launch; empty if no variable contains one.
     """
 

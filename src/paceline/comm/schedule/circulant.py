@@ -78,7 +78,7 @@ def _rounds_of_radix(n: int, radix: int) -> list[CirculantRound]:
 
 
 def send_order(n: int, me: int, radix: int) -> list[int]:
-    """Returns the blocks in an order that begins with the blocks that member `me` sends in the first round."""
+    """Returns the blocks, beginning with those that member `me` sends in the first round."""
     first = circulant_rounds(n, radix)[0].width if n > 1 else 0
     return [(me + first + distance) % n for distance in range(n)]
 

@@ -170,7 +170,7 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def disseminate_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Returns the steps of a barrier; each round doubles the number of arrivals that a member has received."""
+    """Returns the steps of a barrier; each round doubles the number of arrivals reported to each member."""
     n, steps, distance = len(group), list[Step](), 1
     while distance < n:
         steps += [send(group[(me + distance) % n], NOTHING), receive(group[me - distance], NOTHING)]

@@ -279,7 +279,7 @@ def round_robin_rounds(n: int) -> list[list[Pair]]:
 
 
 def describe_differences(n: int, measured: Mapping[Pair, NetworkLink]) -> str:
-    """Returns the network of n hosts in the format of PACELINE_NETWORK, or "" if links are equal or fit no pattern.
+    """Returns the network of n hosts in the format of PACELINE_NETWORK, or "" if links are equal or match no pattern.
 
     The recognized patterns are slow links of individual hosts, uplinks of racks, and slow links between a few pairs.
 

@@ -123,7 +123,7 @@ def _all_reduce_phase(home: HostPosition, blocks: Sequence[Sequence[int]]) -> li
 
 
 def _swap_phase(home: HostPosition, blocks: Sequence[int]) -> list[Step]:
-    """Returns the in-place exchange between two hosts; both add the second host's blocks to the first host's."""
+    """Returns the steps of the in-place exchange between two hosts; both add the second's blocks to the first's."""
     peer, n = home.rail[1 - home.host], len(blocks)
     of_hosts = [[BufferSlice(Buffer.WIRE, host * n + index) for index in range(n)] for host in range(2)]
     own, others = of_hosts[home.host], of_hosts[1 - home.host]

@@ -93,7 +93,8 @@ def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool
 
     Args:
         network: the hosts and their links.
-        detour: the factor by which a hop must be cheaper to be preferred over the reverse of a hop in the other tree.
+        detour: the factor by which a hop must be cheaper than the reverse of a hop in the other tree to be preferred
+            over it.
         through_gateways: whether only one host of each group exchanges data with other groups.
 
     Raises:
@@ -337,10 +338,10 @@ MOST_RANKS = 64
 """The maximum number of ranks for which the schedules can be verified in less than a second."""
 
 _LONG_NBYTES = 16 << 20
-_NEARLY = 1.25  # an algorithm with a much lighter load is preferred up to this multiple of the shortest duration
+_NEARLY = 1.25  # prefer an algorithm with a much lighter load if it takes at most this multiple of the shortest time
 _COMPETING = 1.05  # factor applied to the simulated duration if several connections may share an uplink
 _LIGHTER = 0.75  # a load counts as "much lighter" if it is at most this fraction of the fastest algorithm's load
-_AS_FAST = 1.02  # an algorithm with fewer messages is preferred up to this multiple of the shortest duration
+_AS_FAST = 1.02  # prefer an algorithm with fewer messages if it takes at most this multiple of the shortest time
 
 
 def synthesized_all_reduce(topology: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:

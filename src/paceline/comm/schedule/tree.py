@@ -49,7 +49,7 @@ def subtree_of(member: int, n: int) -> range:
 def reduce_phase(
     group: Sequence[int], me: int, own: BufferSlice, into: BufferSlice, *, final: bool = True
 ) -> list[Step]:
-    """Sums all members' `own` into group[0]'s `into`; the other `into` hold partial sums. group[me] is this rank."""
+    """Sums all members' `own` into group[0]'s `into`; other `into`s hold partial sums. group[me] is this rank."""
     steps: list[Step] = []
     children = children_of(me, len(group))
     for child in children:

@@ -401,7 +401,7 @@ class _SymbolicExecutor:
         self.waiting: dict[int, list[tuple[_Wait, Iterator[_Wait]]]] = {}
 
     def run(self) -> None:
-        """Runs every link until it must wait for a place; the link resumes when the place changes."""
+        """Runs every link until the link must wait for a place; the link resumes when the place changes."""
         self.ready.extend(self.link(transfers) for transfers in transfers_by_link(self.schedules))
         while self.ready:
             link = self.ready.popleft()

@@ -222,7 +222,7 @@ class FailureDiagnosis:
         Args:
             history: this rank's latest calls; the last one is the call that failed.
             said: the library's message, or "" if the call timed out.
-            waited_ns: the duration of the call's wait, in nanoseconds.
+            waited_ns: the time spent waiting in the call, in nanoseconds.
         """
         waits = _WaitChain(self._store, self.members[self.rank].rank)
         awaited = {rank: key for rank, key in enumerate(self._keys) if rank != self.rank and not said}

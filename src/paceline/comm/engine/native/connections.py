@@ -214,7 +214,7 @@ class _Links:
             raise RendezvousError(self._unreachable(peer, error, peer_failed)) from error
 
     def gather(self, accepted: AcceptedConnections, acceptor: AuthenticatedListener, timeout_s: float) -> None:
-        """Waits for connections from the peers that are to connect to this rank.
+        """Waits for connections from the peers that are expected to connect to this rank.
 
         Raises:
             RendezvousError: a rank gave up or died, or a peer and this rank cannot reach each other.

@@ -57,7 +57,7 @@ from paceline.linux import is_out_of_descriptors
 
 
 class PredictionMiss(NamedTuple):
-    """Calls of one kind whose times were far from the prediction, as reported by `_core.ScheduleGroup.prediction_miss`.
+    """Calls of one kind whose durations were mispredicted, as reported by `_core.ScheduleGroup.prediction_miss`.
 
     Attributes:
         operation, algorithm, dtype: the codes that describe the kind of call.

@@ -44,10 +44,10 @@ from paceline.comm.engine.torch_backend.process_groups import OwnedProcessGroup,
 from paceline.comm.store.store import PrefixStore, Store
 
 ConstructGroup = Callable[[TorchStore, int, int], OwnedProcessGroup]
-"""Constructs a process group from a store for its exclusive use, the rank, and the number of ranks."""
+"""A function that constructs a process group, given a store for its exclusive use, the rank and the number of ranks."""
 
 StartCall = Callable[[TorchGroup], StartedCall]
-"""Starts a process-group call on the current stream."""
+"""A function that starts a process-group call on the current stream."""
 
 _CLOSED = CallFailure(OutcomeCode.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
 # How long to wait for a call after a rank has exited. The call can still complete if the rank finished its part first.

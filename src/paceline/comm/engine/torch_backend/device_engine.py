@@ -51,7 +51,7 @@ from paceline.comm.store.store import PrefixStore
 from paceline.durations import event_timeout_s
 
 OpenCallStream = Callable[[Sequence[int], str, StartCall], CallStream]
-"""Creates a call stream for some group ranks, given its name in the store and a function that starts its first call."""
+"""A function that creates a call stream, given its group ranks, its name in the store, and its first call."""
 
 _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 
@@ -330,7 +330,7 @@ _FLOAT8_SINCE = (2, 24)
 
 
 def missing_piece(name: str) -> str | None:
-    """Returns the first prerequisite that this machine lacks and the fix, or None if the engine can be used."""
+    """Describes the first prerequisite that this machine lacks and how to fix it; returns None if there is none."""
     if name == "nccl":
         return _missing_for_nccl()
     if not process_groups.is_registered(name):

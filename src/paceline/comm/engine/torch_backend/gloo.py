@@ -213,7 +213,7 @@ _THREADS = 2
 
 
 def missing_piece(name: str) -> str | None:
-    """Returns the fix if this build of torch lacks gloo (which is rare), and None otherwise."""
+    """Describes the fix if this build of torch lacks gloo (which is rare); returns None otherwise."""
     if c10d.is_gloo_available():
         return None
     return "this torch was built without gloo; install one from PyPI or pytorch.org"
