@@ -74,4 +74,4 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
     use_profile()
-    gc.disable()  # until the tests' modules are imported, which creates little garbage
+    gc.disable()  # until the test modules have been imported, which creates little garbage

@@ -98,7 +98,7 @@ def go_on_until_told(ready: str, seed: int) -> tuple[str, str, float]:
 
 
 def survive(hosts, directory: Path, seed: int) -> None:
-    """Asserts that every unaffected rank raises an error, which names an affected rank if there is one."""
+    """Asserts that every unaffected rank raises an error, and that the error names an affected rank if there is one."""
     chance = random.Random(seed)
     event = event_of(seed)
     victims = chance.sample(range(4), 2)[: 2 if event in ("kill two", "kill and stop") else 1]

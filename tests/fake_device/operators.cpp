@@ -147,7 +147,7 @@ void resize_to(const at::Tensor& tensor, at::IntArrayRef sizes, at::IntArrayRef 
     impl->set_sizes_and_strides(sizes, strides);
 }
 
-// A call of an operator, whose arguments are at the top of a stack.
+// A call of an operator with its arguments at the top of a stack.
 class Call {
   public:
     Call(const c10::OperatorHandle& asked, const c10::OperatorHandle& kernel, Stack* stack)

@@ -118,8 +118,8 @@ class Unlocked {
 };
 
 // Device memory, cached like CUDA's: the stream for which a block was allocated may reuse it as soon as it is freed,
-// even if other streams still use it, unless these were passed to `use_on`. New and freed bytes are set to 0xff, which
-// gives NaN, in stream order.
+// even if other streams still use it, unless those streams were passed to `use_on`. New and freed bytes are set to
+// 0xff, which gives NaN, in stream order.
 class Arena {
   public:
     static Arena& get();

@@ -1,4 +1,4 @@
-"""A bridge of TAP devices in a separate process, which delays and drops frames as a test requires.
+"""A bridge of TAP devices, run in a separate process, that delays and drops frames as a test requires.
 
 It replaces netem, because not every kernel has it.
 """

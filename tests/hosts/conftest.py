@@ -1,4 +1,4 @@
-"""The fixture of the tests that start launchers on hosts."""
+"""The fixture for tests that start launchers on hosts."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def say(directory: str, what: str) -> None:
-    """Signals an event to the test or another rank through a file, which works without a network."""
+    """Signals an event to the test or another rank through a file, so that no network is needed."""
     Path(directory, what).touch()
 
 

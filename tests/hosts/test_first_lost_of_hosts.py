@@ -1,4 +1,4 @@
-"""Groups of several hosts that fail one after another: errors name the rank that was lost first."""
+"""Groups across several hosts that fail one after another: errors name the rank that was lost first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of several hosts: members, rendezvous, and several groups at once."""
+"""Groups that span several hosts: members, rendezvous, and several groups at once."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Criterion(nn.Module):
 
 
 class Shaped(nn.Module):
-    """A module with structured output, which ignores its second argument."""
+    """A module that has structured output and ignores its second argument."""
 
     def __init__(self, form: Callable[[torch.Tensor], Any] = lambda y: y) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Collectives of processes with several devices each; CPU tensors emulate the devices."""
+"""Collectives in processes with several devices each; CPU tensors emulate the devices."""
 
 from __future__ import annotations
 

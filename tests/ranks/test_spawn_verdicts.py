@@ -33,7 +33,7 @@ def train(rank: int, fault: str) -> None:
 
 @pytest.fixture(autouse=True)
 def records_of_its_own(monkeypatch, tmp_path):
-    """Separates the recordings from those of other tests, which would displace them."""
+    """Separates the recordings from those of other tests, because the other tests' recordings would displace them."""
     directory = tmp_path / "recordings"
     monkeypatch.setenv("PACELINE_RECORD_DIR", str(directory))
 

@@ -58,17 +58,17 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
 
 
 def processes_with(mark: str) -> list[int]:
-    """Returns the running processes, except zombies, whose initial environment contains `mark`."""
+    """Returns the running processes whose initial environment contains `mark`, except zombies."""
     return _running(lambda process: mark.encode() in (process / "environ").read_bytes())
 
 
 def processes_in(directory: Path) -> list[int]:
-    """Returns the running processes, except zombies, that have this working directory."""
+    """Returns the running processes that have this working directory, except zombies."""
     return _running(lambda process: (process / "cwd").samefile(directory))
 
 
 def _running(is_wanted: Callable[[Path], bool]) -> list[int]:
-    """Returns the running processes, except zombies, whose folder in /proc satisfies `is_wanted`."""
+    """Returns the running processes whose folder in /proc satisfies `is_wanted`, except zombies."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

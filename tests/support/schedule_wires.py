@@ -17,7 +17,7 @@ HOSTS = {2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0, 2], [1, 3]]}
 
 
 class Link:
-    """A link between two ranks, which matches messages and receives in the order in which they are posted."""
+    """A link between two ranks; messages and receives are matched in the order in which they are posted."""
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()

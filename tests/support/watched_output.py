@@ -8,7 +8,7 @@ from paceline.operate.launch.multinode.protocol import DashboardUpdate
 
 
 class Watch:
-    """A launcher without a page of its own, whose state another launcher can observe."""
+    """A launcher that has no page of its own, but whose state another launcher can observe."""
 
     def __init__(self) -> None:
         self.local = LocalActivity(is_observed=False, has_all_events=False)

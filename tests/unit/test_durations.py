@@ -1,4 +1,4 @@
-"""Timeouts as timedelta or seconds."""
+"""Timeouts given as a timedelta or in seconds."""
 
 from __future__ import annotations
 

@@ -503,7 +503,7 @@ class Realm(World):
         self.at(self.now_s + SILENT_S + 0.5 * self.chance(), None, self.silent, link, False)
 
     def silent(self, link: Link, is_above: bool) -> None:
-        """One end considers the other lost, and closes the connection, which the other end detects."""
+        """One end considers the other lost and closes the connection; the other end detects this."""
         if not self.reach(link.follower.site, link.leader.site):
             self.close_end(link, is_above)
             self.after(0.5 * self.chance(), None, self.close_end, link, not is_above)

@@ -1,4 +1,4 @@
-"""Output and exit codes of the four commands of `paceline checkpoint`."""
+"""Output and exit codes of the four `paceline checkpoint` commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that list the jobs of a machine."""
+"""Commands that list the jobs on a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `paceline doctor` with a script."""
+"""The command `paceline doctor` for a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application of `paceline top`."""
+"""The Textual application of `paceline top`."""
 
 from __future__ import annotations
 

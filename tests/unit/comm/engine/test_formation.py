@@ -1,4 +1,4 @@
-"""Versions of the ranks that form a group."""
+"""Versions of Paceline on the ranks that form a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The congestion control of connections between hosts."""
+"""Congestion control for connections between hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversion of ranks, and the checks of roots and peers, without a group."""
+"""Conversion of ranks, and checks of roots and peers, without a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store on the first machine of a scheduler's job."""
+"""The store on the first machine in a scheduler's job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choice of an algorithm by its name and operation."""
+"""Choice of an algorithm by name and operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for the arguments of calls: the backend, and the comments about remaining work."""
+"""Rules for call arguments: the backend, and the comments about remaining work."""
 
 from __future__ import annotations
 

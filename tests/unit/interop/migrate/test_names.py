@@ -1,4 +1,4 @@
-"""Names of other libraries and their counterparts in Paceline."""
+"""Names in other libraries and their counterparts in Paceline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Migration of all files of a program."""
+"""Migration of all files in a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of the dashboard."""
+"""Metrics that the dashboard exports."""
 
 from __future__ import annotations
 

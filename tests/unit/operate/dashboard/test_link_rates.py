@@ -1,4 +1,4 @@
-"""Rates of links, computed from counters at two points in time."""
+"""Link rates, computed from counters at two points in time."""
 
 from __future__ import annotations
 

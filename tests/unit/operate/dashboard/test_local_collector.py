@@ -1,4 +1,4 @@
-"""Collection of the recordings of a launcher's workers."""
+"""Collection of recordings from a launcher's workers."""
 
 from __future__ import annotations
 

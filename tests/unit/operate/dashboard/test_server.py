@@ -33,7 +33,7 @@ BEARER = f"Authorization: Bearer {TOKEN}"
 
 
 class Page:
-    """A page of a simulated job, with raw requests to it."""
+    """The page of a simulated job, with methods that send raw requests to it."""
 
     def __init__(self, place: ListenAddress, **options: object) -> None:
         self.complaints: list[str] = []

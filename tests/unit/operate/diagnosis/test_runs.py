@@ -1,4 +1,4 @@
-"""The directories of jobs: retention, listing, and contents."""
+"""Job directories: retention, listing, and contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that wait for ranks: cycles among these calls, and the ranks for which the others ultimately wait."""
+"""Calls that wait for ranks: cycles among such calls, and the ranks for which all others ultimately wait."""
 
 from __future__ import annotations
 

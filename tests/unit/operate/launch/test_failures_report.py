@@ -1,4 +1,4 @@
-"""The failure that explains the others, failures due to lack of memory, and their wording."""
+"""The failure that explains the others, failures due to lack of memory, and the wording of reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of flags, and error messages about invalid values."""
+"""Flag values, and error messages about invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file through which launcher 0 of a Slurm step passes the secret to the others."""
+"""The file through which launcher 0 of a Slurm step passes the secret to the other launchers."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_buffers_are_sent_before_the_forward():
 
 
 def test_exchanges_now_and_then_are_hidden():
-    """30 MB take 31 ms, which is less than 16 steps."""
+    """Sending 30 MB takes 31 ms, less than the duration of 16 steps."""
     step = step_of(calibration(), replace(measured(calibration()), period=16), times())
     assert step.exposed_s == 0
     assert step.communication_s == pytest.approx(0.031 / 16)

@@ -1,4 +1,4 @@
-"""Saves that run in parallel with the training."""
+"""Saves that run in parallel with training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of checks by an argument or a variable."""
+"""Selection of checks through an argument or an environment variable."""
 
 from __future__ import annotations
 

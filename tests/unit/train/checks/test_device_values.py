@@ -1,4 +1,4 @@
-"""Digests of tensors that are computed on their device."""
+"""Digests of tensors, computed on the tensors' device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Non-finite gradients: the tensors that contain them, and the time at which they are reported."""
+"""Non-finite gradients: the tensors that contain them, and when they are reported."""
 
 from __future__ import annotations
 

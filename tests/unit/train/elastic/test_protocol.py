@@ -1,4 +1,4 @@
-"""Rules and messages that the protocol of an elastic job defines."""
+"""Rules and messages in the protocol for elastic jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that the ranks of a host share."""
+"""Parameters that the ranks on a host share."""
 
 from __future__ import annotations
 

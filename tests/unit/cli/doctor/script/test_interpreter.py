@@ -1,4 +1,4 @@
-"""Interpretation of scripts that are unusual or large."""
+"""Interpretation of unusual or large scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of the ranks: events, the conditions on the paths to events, and descriptions of ranks."""
+"""Traces of ranks: events, the conditions on the paths to events, and descriptions of ranks."""
 
 from __future__ import annotations
 

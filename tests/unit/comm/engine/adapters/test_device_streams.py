@@ -1,4 +1,4 @@
-"""Streams of accelerators, on a mock whose streams run their work when the test requests it."""
+"""Accelerator streams, on a mock whose streams run their work when the test requests it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ LATENCY_S = 50e-6
 
 
 class Clocked(Probe):
-    """A probe in virtual time, whose peer is busy for some time before it answers."""
+    """A probe in virtual time, with a peer that is busy for some time before it answers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, busy_s: float, latency_s: float = LATENCY_S) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""Statistics of a run with injected faults."""
+"""Statistics about a run with injected faults."""
 
 from __future__ import annotations
 

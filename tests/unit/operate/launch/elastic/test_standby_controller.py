@@ -1,4 +1,4 @@
-"""Responses of a launcher to others that seek a coordinator, and the outcome of a candidacy."""
+"""A launcher's responses to others that seek a coordinator, and the outcome of a candidacy."""
 
 from __future__ import annotations
 

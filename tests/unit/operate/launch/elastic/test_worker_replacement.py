@@ -1,4 +1,4 @@
-"""Decisions of an elastic job's launcher, without processes: replacements, chaos and its cost, and frozen workers."""
+"""Decisions by an elastic job's launcher, without processes: replacements, chaos and its cost, and frozen workers."""
 
 from __future__ import annotations
 

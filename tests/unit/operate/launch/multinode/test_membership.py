@@ -1,4 +1,4 @@
-"""Membership of a job: arrivals, failures and departures, without a process or a clock."""
+"""Membership in a job: arrivals, failures and departures, without a process or a clock."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_bare_name_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (Host("localhost"), True),
         (Host("127.0.0.1"), True),
         (Host("127.0.0.1", "anna"), False),
-        (Host("192.0.2.7"), False),  # an address for documentation, which no machine has
+        (Host("192.0.2.7"), False),  # an address reserved for documentation, which no machine has
     ],
 )
 def test_this_machine_is_known_by_its_addresses(host, here):

@@ -1,4 +1,4 @@
-"""Imports of a worker that is forked."""
+"""Imports in a forked worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of workers: whole lines, prefixes and log files."""
+"""Worker output: whole lines, prefixes and log files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stores of a launcher: an error about torch's store is reported, unless the program serves a store of its own."""
+"""A launcher's stores: an error about torch's store is reported, unless the program serves a store of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's sessions with the launcher that keeps copies."""
+"""A rank's sessions with the launcher that keeps copies of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server in a launcher that keeps copies."""
+"""The server of a launcher that keeps copies of checkpoints."""
 
 from __future__ import annotations
 
