@@ -36,7 +36,7 @@ from turns import leave_rows, rows_of_ranks
 
 WIDTH = 2048
 NO_SAVE_STEPS = 5
-Save = Callable[[dict[str, Any], Path], Callable[[], bool]]  # returns a function that checks for durability
+Save = Callable[[dict[str, Any], Path], Callable[[], bool]]  # the returned function checks for durability
 
 
 def build(gigabytes: float) -> nn.Module:

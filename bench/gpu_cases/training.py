@@ -114,7 +114,7 @@ def batch(step: int, rank: int, rows: int = 16) -> tuple[torch.Tensor, torch.Ten
 
 
 def _prepared(here: Session, variant: Variant, device: torch.device) -> nn.Module:
-    torch.manual_seed(here.rank)  # differs between ranks; wrapping must make the parameters equal
+    torch.manual_seed(here.rank)  # parameters differ between ranks until wrapping makes them equal
     module: nn.Module = Network(**variant.network).to(device, variant.dtype)
     return module.to(memory_format=torch.channels_last) if variant.channels_last else module
 

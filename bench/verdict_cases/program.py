@@ -158,7 +158,7 @@ def happen(fault: str) -> None:
         for _ in DataLoader(Stuck(), batch_size=2, num_workers=1):
             pass
     elif fault == "stuck":
-        reading, _ = os.pipe()  # blocks in native code while holding the interpreter's lock
+        reading, _ = os.pipe()  # reading from it blocks in native code while holding the interpreter's lock
         ctypes.PyDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
     elif fault == "raise":
         raise ValueError("bad sample")

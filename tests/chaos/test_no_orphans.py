@@ -102,7 +102,7 @@ def test_the_shell_of_a_terminal_is_killed(tmp_path):
 
     def take_terminal() -> None:
         os.setsid()
-        os.close(os.open(os.ttyname(0), os.O_RDWR))  # becomes the session's controlling terminal
+        os.close(os.open(os.ttyname(0), os.O_RDWR))  # this makes it the session's controlling terminal
 
     shell = subprocess.Popen(
         ["sh", "-c", f"{words}; true"], stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal,

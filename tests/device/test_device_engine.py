@@ -140,8 +140,8 @@ def a_late_rank_is_named_and_the_device_goes_on():
     dist.all_reduce(ones(), group=group)
     if dist.get_rank() == 0:
         started = time.monotonic()
-        dist.all_reduce(ones(), group=group)  # returns at once
-        torch.fake.synchronize(DEVICE)  # returns when the call is aborted
+        dist.all_reduce(ones(), group=group)  # this call returns immediately
+        torch.fake.synchronize(DEVICE)  # this returns once the call has been aborted
         assert time.monotonic() - started > 0.9
         with pytest.raises(dist.CollectiveTimeoutError, match=r"rank 1 .*did not reach the call"):
             dist.all_reduce(ones(), group=group)

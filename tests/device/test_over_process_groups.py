@@ -217,7 +217,7 @@ def checkpoints() -> None:
 def calls_without_waiting() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     total = size * (size + 1) / 2
-    dist.all_reduce(torch.ones(1, device="fake:0"))  # connects the ranks
+    dist.all_reduce(torch.ones(1, device="fake:0"))  # this call connects the ranks
     calls = sum(fake_collectives.COLLECTIVES.values())
     with torch.fake.counted() as counts:
         x = torch.full((1000,), rank + 1.0, device="fake:0")

@@ -149,7 +149,7 @@ def the_stream_of_a_call_is_behind_it_even_if_another_thread_drops_the_work():
         dropping = threading.Thread(target=works.clear)
         dropping.start()
         dropping.join()
-        copied = tensor * 1  # represents any tensor that might reuse the memory
+        copied = tensor * 1  # this tensor represents any that might reuse the memory
     assert not side.query()
     call.gate.set()
     torch.fake.synchronize(DEVICE)
@@ -308,7 +308,7 @@ def the_generators_of_all_devices_are_saved():
     torch.fake.set_device(0)  # as on a rank that uses the other device
     state.load_state_dict(saved)
     assert [torch.rand(4, device=f"fake:{index}").tolist() for index in (1, 0)] == drawn
-    state.load_state_dict({**saved, "fake": saved["fake"][0]})  # as earlier releases saved it
+    state.load_state_dict({**saved, "fake": saved["fake"][0]})  # in the form in which earlier releases saved it
     assert torch.rand(4, device="fake:0").tolist() == drawn[1]
 
 

@@ -23,7 +23,7 @@ def find(library: str) -> tuple[str, dict[str, str]] | None:
     environment = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",  # leaves the core free for other tests
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # idle ranks leave the core free for other tests
         "OMPI_MCA_rmaps_base_oversubscribe": "1",  # for Open MPI up to version 4
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS / "support"), os.environ.get("PYTHONPATH", "")]),

@@ -15,7 +15,7 @@ def asynchronous_calls(group: dist.ProcessGroup) -> None:
     tensors = [torch.full((1000,), float(at + rank)) for at in range(8)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
     between = torch.full((3,), float(rank))
-    dist.all_reduce(between, group=group)  # runs after the other calls
+    dist.all_reduce(between, group=group)  # this call runs after the others
     assert between.eq(sum(range(size))).all()
     for at, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None

@@ -68,7 +68,7 @@ def stay_away() -> str | None:
     if rank == 0:
         tensor = torch.ones(3, device="cuda")
         dist.all_reduce(tensor)
-        torch.cuda.synchronize()  # waits until the engine has terminated the call
+        torch.cuda.synchronize()  # this waits until the engine has terminated the call
         with pytest.raises(dist.CollectiveTimeoutError) as caught:
             dist.all_reduce(tensor)
         dist.barrier()

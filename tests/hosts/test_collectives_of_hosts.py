@@ -108,7 +108,7 @@ def every_collective_of(group: dist.ProcessGroup, all_types: bool) -> None:
     several = [torch.full((n,), float(rank)) for n in (3, 0, 100_000, 1)]
     works = [dist.all_reduce(each, group=group, async_op=True) for each in (several, torch.ones(1 << 18))]
     scalar = torch.ones(())
-    dist.all_reduce(scalar, group=group)  # runs after the asynchronous calls
+    dist.all_reduce(scalar, group=group)  # this call runs after the asynchronous ones
     assert scalar == size and all(work.is_completed() for work in works)
     assert all((tensor == sum(range(size))).all() for tensor in several)
     dist.barrier(group)

@@ -119,7 +119,7 @@ def leave_early() -> list[tuple[str, tuple[str, str, float]]]:
         dist.barrier(group)
         if rank() == 1:
             time.sleep(0.1)
-            dist.destroy_process_group(group)  # leaves the group, but does not exit
+            dist.destroy_process_group(group)  # this rank leaves the group, but does not exit
         else:
             told.append((name, told_by(lambda call=call, group=group: call(group))))
         dist.barrier()
@@ -141,7 +141,7 @@ def die_and_leave_a_child() -> tuple[str, str, float]:
     dist.init_process_group()
     dist.all_reduce(torch.ones(1), async_op=True).wait()
     if rank() == 1:
-        if os.fork() == 0:  # as a DataLoader creates its workers
+        if os.fork() == 0:  # like a DataLoader that creates a worker
             time.sleep(60)
             os._exit(0)
         dist.barrier()

@@ -218,7 +218,7 @@ def differ_in_what_is_on_the_wire() -> list[tuple[str, str, float]]:
 
         def call(group: dist.ProcessGroup = group, mine: dict[str, str] = mine) -> None:
             dist.all_reduce(torch.ones(500), group=group, **mine)
-            dist.barrier(group)  # raises the error on ranks that had already completed their part
+            dist.barrier(group)  # this raises the error on ranks that had already completed their part
 
         told.append(told_by(call))
         dist.destroy_process_group(group)

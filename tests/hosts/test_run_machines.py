@@ -72,7 +72,7 @@ def test_a_failure_on_one_machine_restarts_all_of_them(machines):
 
 def test_a_newcomer_gets_a_place_at_once(machines):
     here = machines(3)
-    first = here.elastic(1, "2:3")  # starts before the serving machine
+    first = here.elastic(1, "2:3")  # this machine starts before the serving machine
     serving = here.elastic(0, "2:3")
     here.wait_for(2)
     last = here.elastic(2, "2:3")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-VNET_HEADER = 10  # precedes each frame: how to split it into packets, and the position of its checksum
+VNET_HEADER = 10  # bytes before each frame: how to split it into packets, and the position of its checksum
 _SYN, _ACK = 0x02, 0x10
 _LIMIT = 256 << 20  # bytes in transit; frames beyond this limit are dropped, as by any queue
 

@@ -142,13 +142,13 @@ void malformed_messages_are_recognized() {
     for (std::size_t n = 0; n < good.size(); ++n)
         CHECK(decode(std::string_view(good).substr(0, n), message, used) == ParseResult::partial);
     std::string huge = good;
-    huge[3] = '\x7f';  // announces 2 GB
+    huge[3] = '\x7f';  // the message announces 2 GB
     CHECK(decode(huge, message, used) == ParseResult::malformed);
     std::string many = good;
-    many[4 + 1 + 8 + 3] = '\x7f';  // announces two billion fields
+    many[4 + 1 + 8 + 3] = '\x7f';  // the message announces two billion fields
     CHECK(decode(many, message, used) == ParseResult::malformed);
     std::string longer = good;
-    longer[4 + 1 + 8 + 4] = '\x40';  // announces a field longer than the message
+    longer[4 + 1 + 8 + 4] = '\x40';  // the message announces a field that is longer than the message
     CHECK(decode(longer, message, used) == ParseResult::malformed);
     CHECK(decode(std::string(64, '\0'), message, used) == ParseResult::malformed);
 }
@@ -165,14 +165,14 @@ void hostile_clients_are_dropped_and_the_others_served() {
     send_raw(oversized, std::string("\xff\xff\xff\xff", 4) + "x");
     CHECK(closed_by_peer(oversized));
 
-    const int impatient = connect_to(server);  // sends more data while its request is waiting
+    const int impatient = connect_to(server);  // this client sends more data while its request is waiting
     send_raw(impatient, encoded(request(Op::get, {"never"}, 60'000)) + encoded(request(Op::count, {})));
     CHECK(closed_by_peer(impatient));
 
-    const int half = connect_to(server);  // never finishes a request
+    const int half = connect_to(server);  // this client never finishes a request
     send_raw(half, encoded(request(Op::set, {"half", "sent"})).substr(0, 9));
 
-    const int gone = connect_to(server);  // disconnects while its request is waiting
+    const int gone = connect_to(server);  // this client disconnects while its request is waiting
     send_raw(gone, encoded(request(Op::get, {"late"}, 60'000)));
     close(gone);
 

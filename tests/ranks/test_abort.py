@@ -123,7 +123,7 @@ def abort_after_a_death() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + SOON_S
-    while group.failure() is OutcomeCode.OK:  # detected without a call
+    while group.failure() is OutcomeCode.OK:  # the failure is detected without a call
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert group.failure() is OutcomeCode.PEER_LOST

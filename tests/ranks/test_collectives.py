@@ -253,7 +253,7 @@ def a_call_after_asynchronous_ones() -> None:
     size = dist.get_world_size()
     works = [dist.all_reduce(torch.ones(n), async_op=True) for n in (1, 100_000, 3)]
     sync = torch.ones(1)
-    dist.all_reduce(sync)  # runs after the asynchronous calls
+    dist.all_reduce(sync)  # this call runs after the asynchronous ones
     assert sync.item() == size and all(work.is_completed() for work in works)
     assert (works[1].result()[0] == size).all()
 

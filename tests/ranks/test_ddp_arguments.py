@@ -64,7 +64,7 @@ def test_a_module_may_place_its_layers_itself(ranks):
 def ignore_parameters_and_buffers() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4 + rank))  # differs between ranks
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4 + rank))  # the last layer differs
     names = ["2.weight", "2.bias", "1.running_mean"]
     dist.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     nn.init.constant_(module[2].weight, float(rank))

@@ -54,7 +54,7 @@ def train(wrap: Callable[..., nn.Module], options: Options) -> dict[str, torch.T
     for step in range(3):
         optimizer.zero_grad()
         wrapped(batches(4, 8, step=step)[dist.get_rank()]).square().mean().backward()
-        torch.distributed.barrier()  # waits for delayed gradients; torch's DDP does not
+        torch.distributed.barrier()  # delayed gradients must arrive first; torch's DDP does not wait for them
         optimizer.step()
     values = {name: value.detach().clone() for name, value in module.state_dict().items()}
     values |= {f"{name}.grad": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
@@ -164,7 +164,7 @@ def half_precision() -> None:
             (expected(x).sum() / 2).backward()
         for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
             assert mine.grad.dtype == torch.float32
-            assert torch.equal(mine.grad, mine.grad.bfloat16().float())  # it was sent as bfloat16
+            assert torch.equal(mine.grad, mine.grad.bfloat16().float())  # the gradient was sent as bfloat16
             torch.testing.assert_close(mine.grad, other.grad, rtol=0.02, atol=0.02)
 
 

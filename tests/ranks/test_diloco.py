@@ -148,7 +148,7 @@ def a_late_rank_beyond_the_grace_window() -> None:
         kept = [param.detach() - outer for param, outer in zip(model.parameters(), outer_of(diloco), strict=True)]
         require_close(kept, progress)
     else:
-        train(diloco, model, inner, [2, 3])  # returns although one rank has not arrived
+        train(diloco, model, inner, [2, 3])  # this returns although one rank has not arrived
         require_equal_bits(list(model.parameters()), others_of(size))
         dist.barrier()
     require_equal_bits(outer_of(diloco))

@@ -237,8 +237,8 @@ def leaves_alone_what_may_differ() -> None:
                     if step != 2:
                         optimizer.step()
                     wrapped.eval()
-                    if odd and step != 1:  # a later backward without averaging would be attributed to this forward
-                        wrapped(torch.ones(2, 8))  # builds a graph, although no backward follows
+                    if odd and step != 1:  # a later backward without averaging would be matched with this forward
+                        wrapped(torch.ones(2, 8))  # this builds a graph, although no backward pass follows
                     wrapped.train()
 
     assert warned(train_each) == []

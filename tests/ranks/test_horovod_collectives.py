@@ -29,7 +29,7 @@ def everybodys() -> list[torch.Tensor]:
 
 
 def ranks_are_numbered() -> None:
-    hvd.init()  # uses the existing group
+    hvd.init()  # this uses the existing group
     assert (hvd.rank(), hvd.size()) == (paceline.get_rank(), RANKS)
     assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (hvd.rank(), RANKS, 0, 1)
     assert hvd.is_initialized()
@@ -196,7 +196,7 @@ def a_name_is_given_once_at_a_time() -> None:
         hvd.synchronize(handle)
     hvd.synchronize(hvd.allreduce_async(mine, name="same"))
     hvd.allreduce_async(mine, name="forgotten")
-    hvd.allreduce(mine)  # runs after the other call, which has therefore completed
+    hvd.allreduce(mine)  # this call runs after the other one, which has therefore completed
     hvd.allreduce(mine, name="forgotten")
 
 

@@ -87,7 +87,7 @@ def divide_gradients() -> None:
                     seen.append(layer.weight.grad.item())
             assert seen == expected[: 1 + rank]
     model.zero_grad()
-    model(torch.tensor([[1.0 + rank]])).sum().backward()  # the context is left
+    model(torch.tensor([[1.0 + rank]])).sum().backward()  # outside the join context
     assert layer.weight.grad.item() == 1.5
 
 
@@ -137,7 +137,7 @@ def sharded_optimizers() -> None:
                 torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
             require_equal_on_all_ranks(plain.buffers())
     optimizer.zero_grad()
-    model(batches(4, 8)[rank]).sum().backward()  # the context is left
+    model(batches(4, 8)[rank]).sum().backward()  # outside the join context
     sharded = dist.ZeroRedundancyOptimizer(normalized(), torch.optim.AdamW, stage=3, lr=0.01)
     with pytest.raises(ValueError, match="stage=3, whose parameters are gathered in forward.* use stage=2"):
         dist.Join([sharded])
@@ -240,7 +240,7 @@ def disabled_or_wrong() -> None:
     with pytest.raises(ValueError, match="all must have one process group"):
         dist.Join([model, other])
     with pytest.raises(KeyError, match="mine"), model.join():
-        raise KeyError("mine")  # is raised without waiting for other ranks
+        raise KeyError("mine")  # the error is raised without waiting for other ranks
     assert not model._join_config.enable
 
 

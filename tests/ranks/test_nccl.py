@@ -123,7 +123,7 @@ def fail_and_break_the_group() -> dict[str, str]:
     if rank == 0:
         work = dist.irecv(torch.empty(1), 1, group=patient)
         assert work is not None
-        dist.destroy_process_group(patient)  # does not wait for the other rank
+        dist.destroy_process_group(patient)  # this does not wait for the other rank
         with pytest.raises(dist.CollectiveError, match="recv.* failed: the group was closed meanwhile"):
             work.wait()
     dist.barrier()

@@ -93,7 +93,7 @@ def no_sync() -> Result:
 
 
 def zero() -> Result:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a second, and only this test needs it
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # slow, and only this test needs it
 
     model = DistributedDataParallel(network())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)

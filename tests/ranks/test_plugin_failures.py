@@ -130,7 +130,7 @@ def miss_a_backward_in_join(directory: str, dies: bool) -> str:
             if rank == 1:
                 await_word(directory, "told")
                 raise paceline.CollectiveTimeoutError("this rank has stayed away")
-            loss.backward()  # waits for the calls that the forward pass started
+            loss.backward()  # this waits for the calls that the forward pass started
         say(directory, "told")
         return str(caught.value)
 

@@ -20,7 +20,7 @@ VARIABLE = "PACELINE_OTHER_TORCH"
 PYTHON = os.environ.get(VARIABLE)
 HERE = Path(__file__).parent
 MODULES = sorted(path.name for path in HERE.glob("test_plugin*.py") if path != Path(__file__))
-FRAMEWORKS = "test_plugin_frameworks.py"  # requires packages that pin torch
+FRAMEWORKS = "test_plugin_frameworks.py"  # these tests require packages that pin torch
 
 
 @pytest.mark.skipif(not PYTHON, reason=f"set {VARIABLE} to an interpreter with another torch, or run `make plugin`")

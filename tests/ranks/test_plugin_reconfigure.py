@@ -137,7 +137,7 @@ def replace_the_dead(directory: str) -> tuple[float, float]:
         torch_dist.all_reduce(ones, group=torch_dist.new_group([2, 0, 1]))
         assert ones[0] == 3
         torch.manual_seed(me.name)
-        replica = model(nn.Linear(3, 1))  # takes rank 0's parameters
+        replica = model(nn.Linear(3, 1))  # wrapping copies rank 0's parameters
         loss = replica(torch.full((2, 3), me.name + 1.0)).sum()
         loss.backward()
         return total, float(next(replica.parameters()).grad[0, 0])

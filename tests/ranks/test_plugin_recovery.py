@@ -152,7 +152,7 @@ def notice_a_death(directory: str) -> None:
         torch_dist.barrier()
         if torch_dist.get_rank() == 1:
             die()
-        soon(lambda: group.get_error() == ErrorType.REMOTE_ERROR)  # detected without a call
+        soon(lambda: group.get_error() == ErrorType.REMOTE_ERROR)  # the failure is detected without a call
         with pytest.raises(paceline.PeerLostError):
             torch_dist.barrier()
         assert ran.is_set()
@@ -166,7 +166,7 @@ def test_a_death_is_told_without_a_call(ranks, tmp_path):
 def shrink_twice(directory: str) -> tuple[int, list[int]]:
     with torch_group("paceline", directory, LONG_S):
         first = torch_dist.get_rank()
-        torch_dist.new_group([0, 1, 2, 3])  # is destroyed with the first default group
+        torch_dist.new_group([0, 1, 2, 3])  # this group is destroyed with the first default group
         model = DistributedDataParallel(nn.Linear(3, 1))
         sums = []
         for dies, left in ((1, 3), (0, 2)):  # first rank 1, then the new rank 0

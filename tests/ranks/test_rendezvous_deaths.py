@@ -188,7 +188,7 @@ def _share_a_store(place: str) -> list[bool]:
     dist.barrier()
     dist.destroy_process_group()
     if rank == 1:
-        store.close()  # also closes the connection
+        store.close()  # this also closes the connection
         return []
     store.wait(["gone/1"], timedelta(seconds=60))
     return [store.check([key]) for key in ("gone/0", "job/paceline/1/engine/gave_up")]

@@ -126,7 +126,7 @@ def test_a_worker_that_fails_after_each_start_is_given_up(job):
     job.wait_for("0.0.0", "0.1.0")
     job.order("fail1")
     job.wait(lambda: "it is not replaced" in job.said() and job.said().rstrip().endswith("ValueError: told to fail"))
-    said = job.said()  # ends with the latest traceback
+    said = job.said()  # the output ends with the latest traceback
     assert "(worker 0.1.0, pid " in said
     assert re.search(
         r"pid \d+\) failed: ValueError: told to fail \(elastic_toy.py:\d+\); another worker replaces it\n", said

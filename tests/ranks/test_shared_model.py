@@ -74,7 +74,7 @@ def state_at_any_number_of_ranks() -> None:
     again = copy.deepcopy(model)  # the copy is not shared
     resumed = dist.SharedModelOptimizer(again, AdamW, lr=1.0, process_group=alone)
     resumed.load_state_dict(state)
-    plain = AdamW(model.parameters(), lr=1.0)  # steps once no other rank reads the parameters
+    plain = AdamW(model.parameters(), lr=1.0)  # it steps while no other rank reads the parameters
     model.load_state_dict(copy.deepcopy(model).state_dict())
     plain.load_state_dict(state)
     x, target = batch("mlp", 9, 0)

@@ -119,7 +119,7 @@ def sleeps_until_the_end() -> None:
     dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
     message = torch.zeros(3)
     if rank == 1:
-        received = dist.irecv(message, 0).get_future()  # starts the thread
+        received = dist.irecv(message, 0).get_future()  # this starts the thread
         thread = next(thread for thread in threading.enumerate() if thread.name == "paceline-completion")
         slept = sleeps_of(thread)
         time.sleep(0.3)

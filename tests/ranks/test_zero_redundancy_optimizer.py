@@ -175,7 +175,7 @@ def test_stage_one_is_torchs(ranks, tmp_path):
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     params = list(model.parameters())
-    owned = {id(each): each for each in (*params, *optimizer.state)}.values()  # includes flat runs of parameters
+    owned = {id(each): each for each in (*params, *optimizer.state)}.values()  # with flat runs of parameters
     state = [each for values in optimizer.state.values() for each in values.values() if each.dim()]
     return {
         "state": sum(each.nbytes for each in state),

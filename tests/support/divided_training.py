@@ -111,7 +111,7 @@ def divided(layout: Layout, groups: Sequence[ProcessGroup], dtype: torch.dtype =
     """Returns a rank's part of an untrained model and its optimizer; `groups` are the mesh's groups."""
     replicas, stages, parts = groups
     model = built(dtype)
-    nn.init.zeros_(model.head.weight)  # remains zero if the weight is not loaded
+    nn.init.zeros_(model.head.weight)  # the weight remains zero if it is not loaded
     whole: nn.Module = model
     if layout.parts > 1:
         dist.parallelize_module(model, parts, plan(), src_data_rank=None)

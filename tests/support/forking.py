@@ -18,7 +18,7 @@ def _take_back_path() -> None:
         del os.environ["PYTHONPATH"]
 
 
-if _OWN in os.environ:  # this process is the server, which has found this module
+if _OWN in os.environ:  # this process is the server, and has found this module
     _take_back_path()
     gc.disable()  # the imported modules are not garbage
 

@@ -31,7 +31,7 @@ class Tied(nn.Module):
 
 
 def build(kind: str = "mlp") -> nn.Module:
-    torch.manual_seed(dist.get_rank())  # differs between ranks; wrapping must make the parameters equal
+    torch.manual_seed(dist.get_rank())  # parameters differ between ranks until wrapping makes them equal
     if kind == "tied":
         return Tied()
     if kind == "cnn":

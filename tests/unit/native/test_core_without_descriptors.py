@@ -68,7 +68,7 @@ def test_a_group_needs_descriptors(left: int) -> None:
 
 def test_a_shared_tensor_needs_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
-    dist.empty_shared(1)  # imports the modules that it needs
+    dist.empty_shared(1)  # this imports the required modules
     before = opened()
     with descriptors_left(0), pytest.raises(dist.OutOfDescriptorsError) as caught:
         dist.empty_shared(1000)

@@ -112,7 +112,7 @@ def test_a_forked_child_does_not_keep_the_gate_open(monkeypatch):
     os.close(waiting)
     try:
         for each in list(port_multiplexer._multiplexers.values()):
-            each.close()  # as when this process exits
+            each.close()  # as happens when this process exits
         port_multiplexer._multiplexers.clear()
         with closing(listen_at_number(HERE, 0, port)):  # another process takes its place
             assert len(port_multiplexer._multiplexers) == 1

@@ -52,7 +52,7 @@ CHANNEL = "test"
         ("10.0.0.1", "8.8.8.8", "none", False),
         ("127.0.0.1", "127.0.0.2", "encrypt", False),
         ("::1", "::1", "encrypt", False),
-        ("10.0.0.1", "10.0.0.1", "encrypt", False),  # its own address, so not between machines
+        ("10.0.0.1", "10.0.0.1", "encrypt", False),  # the machine's own address, so not between machines
         ("8.8.8.8", "8.8.8.8", None, False),
     ],
 )

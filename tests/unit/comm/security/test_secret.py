@@ -363,7 +363,7 @@ def test_those_who_say_nothing_keep_nobody_out(server: TCPStore) -> None:
     assert _serves(server)
     half = [_stranger(server) for _ in range(20)]
     for each in half:
-        prove_first(each, "store")  # sends nothing after this
+        prove_first(each, "store")  # this client sends nothing more
     assert _serves(server)
     assert _is_closed(silent[0])
     for each in (*silent, *half):

@@ -197,7 +197,7 @@ def test_a_forked_child_may_not_use_the_connection() -> None:
         except StoreConnectionError as error:
             told = "forked child" in str(error)
             server.close()
-            del server  # runs the destructor in a process without the server's thread
+            del server  # this runs the destructor in a process without the server's thread
             os._exit(0 if told else 1)
         os._exit(2)
     assert exit_code(child) == 0

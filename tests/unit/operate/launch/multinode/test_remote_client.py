@@ -38,7 +38,7 @@ def resolver(monkeypatch) -> Callable[..., Resolver]:
     def answers(*of: str | None) -> Resolver:
         made = Resolver(*of)
         monkeypatch.setattr(socket, "getaddrinfo", made)
-        monkeypatch.setattr(remote_client, "_SOON_S", 0.0)  # makes the launcher report immediately what it waits for
+        monkeypatch.setattr(remote_client, "_SOON_S", 0.0)  # the launcher then reports at once what it is waiting for
         monkeypatch.setattr(remote_client, "_LONGEST_PAUSE_S", 0.02)
         return made
 

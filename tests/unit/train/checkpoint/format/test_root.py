@@ -88,7 +88,7 @@ def test_left_overs_of_dead_saves_are_removed(tmp_path):
     assert dead.storage.is_held(draft.directory)
     assert save(root, 2) == newest(root)  # a checkpoint in use is kept
     assert (tmp_path / draft.directory).exists()
-    dead.abandon(replace(draft, directory="none"))  # closes the manifest, as the exit of the process would
+    dead.abandon(replace(draft, directory="none"))  # this closes the manifest, as the exit of the process would
     save(root, 3)
     assert not (tmp_path / draft.directory).exists()
 
