@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-AT, STEPS = 30, 60
+AT, STEPS, SLOW_STEPS = 30, 60, 160  # in fewer than 100 steps, a slow core may be chance and is not reported
 DUMP_AFTER_S = 3.0  # seconds after the fault at which torch's ranks write their flight recorders
 
 
@@ -120,7 +120,7 @@ def train(dist: Any, fault: str, directory: Path) -> None:
     large, small = torch.ones(1 << 18 if fault == "slow_link" else 4096), torch.ones(128)
     parts = [torch.ones(128) for _ in range(size)]
     groups = [dist.new_group(list(range(size))) for _ in range(2)] if fault == "deadlock" else []
-    for step in range(STEPS):
+    for step in range(SLOW_STEPS if fault == "slow_core" else STEPS):
         if fault == "slow_core":
             work(0.06 if is_stray else 0.02)
         is_now = step == AT and is_stray

@@ -264,6 +264,7 @@ class GroupMembership:
         ranks: the members' numbers in the job, ordered by group rank; only given while the rank is waiting for the
             group to form.
         is_closed: whether the rank has destroyed the group.
+        has_job_ranks: whether the rank of each member in the group is also its rank in the job.
     """
 
     number: int
@@ -271,6 +272,7 @@ class GroupMembership:
     name: str = ""
     ranks: tuple[int, ...] = ()
     is_closed: bool = False
+    has_job_ranks: bool = False
 
 
 @dataclass(frozen=True)

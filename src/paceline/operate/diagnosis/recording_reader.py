@@ -429,6 +429,7 @@ def rank_state_of(recording: ProcessRecording, number: int | None = None) -> Ran
                 _group_name(group, recording),
                 group.ranks if serial in forming else (),
                 group.closed_ns is not None,
+                tuple(group.ranks) == tuple(range(group.size)),
             )
             for serial, group in recording.groups.items()
         },

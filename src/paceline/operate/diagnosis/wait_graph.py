@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.operate.diagnosis.job_snapshot import ExitReason, JobSnapshot, RankCall, RankState
+from paceline.operate.diagnosis.job_snapshot import ExitReason, GroupMembership, JobSnapshot, RankCall, RankState
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,15 @@ def _members_of(snapshot: JobSnapshot, group: str) -> dict[int, RankState]:
     awaited = {
         number: by_rank[rank]
         for member in members.values()
-        for number, rank in enumerate(member.seats[group].ranks)
+        for number, rank in enumerate(_ranks_of(member.seats[group]))
         if rank in by_rank and snapshot.word == "rank"  # in an elastic job, slots are numbered differently from ranks
     }
     return {**awaited, **members}
+
+
+def _ranks_of(seat: GroupMembership) -> Sequence[int]:
+    """Returns the members' ranks in the job, or an empty sequence if they are unknown."""
+    return range(seat.size) if seat.has_job_ranks else seat.ranks
 
 
 def _collectives(rank: RankState, group: str) -> list[RankCall]:

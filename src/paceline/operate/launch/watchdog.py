@@ -66,6 +66,7 @@ class Watchdog:
         self._has_reported = False
         # snapshots in progress; the key is True for a snapshot of a failure
         self._threads: dict[bool, threading.Thread] = {}
+        self._is_owed = False  # whether a snapshot was requested while another one was in progress
         self._preparing: threading.Thread | None = None
         self._is_paused = False
         self._snapshots: queue.SimpleQueue[tuple[MachineSnapshot | None, bool]] = queue.SimpleQueue()
@@ -118,6 +119,7 @@ class Watchdog:
             return snapshot_if_stalled(workers, self.threshold, is_requested, self._look_s, may_be_idle)
 
         if not self._is_paused:
+            self._is_owed = self._is_owed or (is_requested and False in self._threads)
             self._begin(take, is_failure=False)
 
     def start_failure_snapshot(self, is_deep: bool = False) -> None:
@@ -180,10 +182,14 @@ class Watchdog:
             from paceline.operate.diagnosis.machine_snapshot import encode
 
             self._report(encode(snapshot), is_failure)
+        if not is_failure and self._is_owed:
+            self._is_owed = False
+            if snapshot is None:
+                self.start_snapshot(is_requested=True)
 
     def pause(self) -> None:
         """Stops taking snapshots of stalls and discards those in progress, because the workers are being stopped."""
-        self._is_paused, self._has_reported = True, False
+        self._is_paused, self._has_reported, self._is_owed = True, False, False
 
     def resume(self) -> None:
         """Resumes after `pause`, with new workers."""

@@ -304,6 +304,16 @@ def test_groups_created_in_different_orders_are_told_as_such():
     )
 
 
+def test_a_rank_that_has_not_opened_the_group_yet_is_no_stranger():
+    seat = GroupMembership(0, 2, "group default", has_job_ranks=True)
+    waiting = RankState(0, seats={"0": seat}, calls=(RankCall("0", 1, CallSignature("barrier"), 5.0),))
+    place = StackLocation("init.init_process_group", "train.py:9")
+    told = _verdict(JobSnapshot(20.0, (waiting, RankState(1, place=place)))).sentence
+    assert "rank 1 has not reached this call: it is in init.init_process_group (train.py:9)" in told
+    told = _verdict(JobSnapshot(20.0, (replace(waiting, seats={"0": replace(seat, has_job_ranks=False)}),))).sentence
+    assert "rank 1 did not reach this call and left no recording" in told
+
+
 def test_a_world_size_that_is_too_great_is_suggested():
     told = _verdict(JobSnapshot(20.0, tuple(_forming(rank, "0", (0, 1, 2)) for rank in range(2)))).sentence
     assert "rank 2 did not reach this call and left no recording. Check that world_size is not greater than" in told
