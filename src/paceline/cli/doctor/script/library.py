@@ -179,10 +179,10 @@ def start_processes(call: LibraryCall) -> AbstractValue | None:
         return known(None)
     target = call.keywords.get("target")
     if call.name == "Process" and target is not None:
-        method, context = call.state.start_method, call.callee.receiver
+        method_name, context = call.state.start_method, call.callee.receiver
         if context is not None and context.called_name == "get_context" and context.arguments:
-            method = context.arguments[0].constant
-        call.record("spawn" if imports_script(method) else "fork", call.name, target)
+            method_name = context.arguments[0].constant
+        call.record("spawn" if imports_script(method_name) else "fork", call.name, target)
         _run_worker(call, target, _items(call.keywords.get("args")))
         return AbstractValue(f"process on line {call.line}", called="Process")
     if call.name in _LAUNCHERS:
