@@ -6,8 +6,8 @@
 // other later.
 //
 // Each rank fills its entry before it sets the state to `present`. An entry's state only increases; the stores are
-// releases, so a rank that reads `left` or `lost` also sees all data that the other rank published before. A rank marks
-// itself as `left`. Any rank that finds the futexes of another rank orphaned marks that rank as `lost`.
+// releases, so a rank that reads `left` or `lost` also sees all data that the other rank published earlier. A rank
+// marks itself as `left`. Any rank that finds the futexes of another rank orphaned marks that rank as `lost`.
 //
 // With robust futexes, the death of a process is detected quickly. The kernel closes the sockets of a dying process
 // only after freeing its memory, which takes a second for 4 GiB. Before that, it walks each thread's list of robust

@@ -2,7 +2,7 @@
 
 An engine serves one type of device. It must
 
-- open groups of the ranks (`Engine.open_group`), each with a channel for collectives and an interface for messages
+- open groups of ranks (`Engine.open_group`), each with a channel for collectives and an interface for messages
   (`channel.py` defines both), and close them;
 - enforce a deadline on every wait, and report the result of a call as an `OutcomeCode`: TIMED_OUT, PEER_LOST or
   MISMATCH if the engine can detect these, and REFUSED with the library's message in all other cases
@@ -214,9 +214,9 @@ def choose(backend: str | None) -> BackendChoice:
     """Returns the engines specified by `backend`, for example "mpi" or "cpu:paceline,cuda:nccl".
 
     If `backend` is None, the best usable engine for each type of device is chosen. There is always an engine for CPU
-    tensors, because objects are sent as CPU tensors; it is `paceline` if `backend` does not specify one. Tensors on
-    accelerators without an engine are staged through host memory and use the engine for CPU tensors; see
-    `staged_types`.
+    tensors, because objects are sent as CPU tensors; this engine is `paceline` if `backend` does not specify another
+    one. Tensors on accelerators without an engine are staged through host memory and use the engine for CPU tensors;
+    see `staged_types`.
 
     Raises:
         ValueError: an engine does not exist or does not support the given device, or two engines are named for one

@@ -245,7 +245,7 @@ class CollectiveCall(NamedTuple):  # native/bindings/calls.cpp reads the fields 
     | all_to_all | n, each with its own size | n, each with its own size |
     | barrier | | |
 
-    Each entry is a list of pieces that form one tensor. `count` is the number of elements of one tensor (0 for
+    Each entry is a list of pieces that form one tensor. `count` is the number of elements in one tensor (0 for
     all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have already been multiplied by
     their factors, and the engine only sums them.
 

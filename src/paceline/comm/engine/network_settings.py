@@ -170,10 +170,10 @@ _EXAMPLE = (
 def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) -> Network | None:
     """Returns the network described by the value of PACELINE_NETWORK, or None if the value is empty.
 
-    The text is JSON with optional parts. `node` is the link of every host (default: as measured); `nodes` contains the
-    links of individual hosts, numbered from 0 in rank order; `pairs` contains separate links between two hosts, for
-    both directions; `groups` contains racks or regions, each with its hosts and their shared uplink. The format of a
-    link is `1gbit,0.1ms,loss=0.1%`.
+    The value is a JSON object with optional keys. `node` is the link of every host (default: as measured); `nodes`
+    contains the links of individual hosts, numbered from 0 in rank order; `pairs` contains separate links between two
+    hosts, for both directions; `groups` contains racks or regions, each with its hosts and their shared uplink. The
+    format of a link is `1gbit,0.1ms,loss=0.1%`.
 
     Raises:
         ValueError: the text is malformed, or names hosts that do not exist.

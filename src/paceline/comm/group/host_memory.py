@@ -21,9 +21,9 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     `all_reduce` as a whole. In all other respects the result is an ordinary tensor of `dtype` (default: PyTorch's
     default dtype) and shape `size`.
 
-    If an `all_reduce` of the tensor fails because a rank died, timed out or aborted the group, other ranks may still
+    If an `all_reduce` of the tensor fails because a rank died, timed out or aborted the group, other ranks might still
     write to the shared memory. The tensor is then moved to private memory at the same address and becomes an ordinary
-    tensor. It remains usable with any group; create a new tensor to regain the speed.
+    tensor. It remains usable with any group; create a new shared tensor to restore the speed.
 
     Raises:
         MemoryError: the system has too little shared memory left.

@@ -34,7 +34,7 @@ def new_subgroups(
     pg_options: None = None,
     group_desc: str | None = None,
 ) -> Subgroups:
-    """Divides the ranks of `group` (default: all) in order into groups of `group_size`; all of them must call this.
+    """Divides the ranks in `group` (default: all) in order into groups of `group_size`; all these ranks must call this.
 
     Args:
         group_size: the number of ranks in each group. The default is LOCAL_WORLD_SIZE or, if it is not set, the number

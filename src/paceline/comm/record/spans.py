@@ -49,7 +49,7 @@ def number_of(name: str) -> int:
 class span:  # noqa: N801  # used like a function of contextlib
     """Records the duration of a part of the program under the given name.
 
-    `span` can be used as a context manager and as a decorator. It can be nested and used on several threads, and takes
+    `span` can be used as a context manager and as a decorator. It can be nested and used on several threads, and costs
     less than a microsecond. The recording keeps the latest 16,384 spans and events. Diagnoses include spans that are
     still open; see docs/observe.md.
 

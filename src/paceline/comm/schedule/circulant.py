@@ -10,8 +10,8 @@ sent more often than in a ring. All members perform the same steps relative to t
 In an all-reduce on rails, the l-th ranks on all hosts form the l-th rail, which owns the l-th slice of the tensor.
 Rings within the hosts reduce the slice, the rail exchanges it between hosts on the circulant graph, and rings within
 the hosts distribute the slices. The tensor is divided into segments, so that one segment is exchanged between hosts
-while the next segment is reduced within the hosts. The rings of a host move the blocks in the order in which the rails
-need them.
+while the next segment is reduced within the hosts. The rings within a host move the blocks in the order in which the
+rails need them.
 
 `hierarchical.py` uses the parameters `LONG`: each rank exchanges data with one other host at a time, in many segments.
 The algorithm `circulant` uses `SHORT`, for tensors whose transfer is dominated by latency: there are fewer segments and

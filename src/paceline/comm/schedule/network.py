@@ -5,9 +5,9 @@ the uplinks of both groups if it leaves a group. The latency of the message is t
 latencies. If the message passes through uplinks, their largest latency is added. If `pairs` contains a link for the two
 hosts, the latency of this link applies instead, and messages between these hosts also share its bandwidth.
 
-Packet loss has two costs. If a fraction p of the packets is lost, retransmissions reduce a rate r to r (1 - p), and TCP
-slows down to at most MSS / RTT * sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion
-avoidance algorithm").
+Packet loss has two effects. If a fraction p of the packets is lost, retransmissions reduce a rate r to r (1 - p), and
+TCP slows down to at most MSS / RTT * sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP
+congestion avoidance algorithm").
 
 `describe_differences` derives a network from measurements between all pairs of hosts. The measurements follow the
 rounds of a tournament, with as many pairs as possible at the same time, because the bottleneck of a shared link, such

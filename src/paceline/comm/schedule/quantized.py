@@ -3,7 +3,7 @@
 Ranks first sum within each host, as in `hierarchical.py`, and the l-th ranks on all hosts form the l-th rail. On a rail
 each rank packs its host's sum, sends to every other rank the part that the receiver owns, and adds up the parts that it
 receives. The exchange is direct, because each hop of a ring would round again. The owner of a sum packs it once, sends
-it to all ranks, and also uses the unpacked sum itself. All ranks therefore get the same bits, as the tests prove.
+it to all ranks, and itself also uses the unpacked sum. All ranks therefore get the same bits, as the tests prove.
 
 A byte crosses the network as often as in a ring. Each element is rounded twice, once in the sum of a host and once in
 the total. A rank packs each element of its slice once per call, so one array of residuals is sufficient for error

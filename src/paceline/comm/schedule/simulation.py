@@ -1,6 +1,6 @@
 """Event-driven simulation of a collective on a network, with the same schedules and order of steps as the executor.
 
-`simulate_call` is the interface. `find_path` determines the links and the latency of a message. `SimulationInput` is
+`simulate_call` is the entry point. `find_path` determines the links and the latency of a message. `SimulationInput` is
 the input to the core (native/simulate): programs, the routes between them, and links.
 
 The first host represents all hosts if the network is uniform, all ranks arrive at the same time and are equally fast,

@@ -7,9 +7,9 @@ and rejects a plaintext connection where encryption is required. On every connec
     accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | hello | nonce)
     connecting -> accepting   HMAC-SHA256(key, "C" | all so far), or zeros if the other proof was wrong
 
-The letters prevent reflection, the nonces prevent replay, and the channel's name prevents the connection of one service
-from being spliced into another. The proofs take 140 bytes. Data from a peer is not used before the peer's proof has
-been checked.
+The letters prevent reflection, the nonces prevent replay, and the channel's name prevents a connection to one service
+from being spliced into a connection to another. The proofs take 140 bytes. Data from a peer is not used before the
+peer's proof has been checked.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ PACELINE_SECURITY contains the security level. These connections are encrypted:
     encrypt   all connections between machines
     none      no connections, and none is authenticated; allowed on loopback, elsewhere only if PACELINE_INSECURE is 1
 
-Without a level, connections between machines are encrypted if one of the two addresses is public. A connection within a
-machine is never encrypted, because a user who can read it can also read the memory of the processes.
+Without a level, connections between machines are encrypted if either address is public. A connection within a machine
+is never encrypted, because a user who can read it can also read the memory of the processes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 An engine runs a group's calls on its own `AcceleratorStream`. `follow` makes this stream wait for the program's stream,
 `record` records an `AcceleratorEvent` after the work enqueued so far, and `AcceleratorEvent.order` makes the program's
-stream wait for that event. None of these methods blocks the thread. On the CPU they do nothing, because all work is
-complete as soon as the thread has performed it.
+stream wait for that event. None of these methods blocks the thread. On the CPU they do nothing, because work there runs
+synchronously.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Within a time budget, rank 0 measures round trips to a rank on its own host and 
 only a few hosts, the hosts' first ranks also measure the links between all pairs of hosts, to detect unequal links.
 These measurements follow the rounds of a tournament (`comm/schedule/network.py`). Each pair is measured first in one
 direction and then in the other. Links that appear to be unequal are measured again, and the shortest time is used,
-because a busy host also appears slow.
+because the links of a busy host also appear slow.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ Every rank of a group makes the same calls in the same order. These rules apply 
 - `src` and `dst` are ranks in the default group, and `group_src` and `group_dst` are ranks in `group`; pass either one.
 - `group` is a Paceline group, or None for the default group. On a rank that is not in `group` a call does nothing and
   returns None.
-- With `async_op=True` a call returns a `Work` immediately, and its tensors must not be accessed before the work is
-  complete. With `async_op=False` (the default) it returns None when it is complete.
+- With `async_op=True` a call returns a `Work` immediately, and the call's tensors must not be accessed before the work
+  is complete. With `async_op=False` (the default) the call returns None when it is complete.
 - Tensors that a call writes count as modified in place, so a backward pass that needs their old values raises an error.
 - `timeout` is a timedelta or a number of seconds; None means the group's timeout.
 - `wire` is a format ("bf16", "int8" or "int4"), or a `Wire`, which also compensates for the rounding in later calls
   (docs/slow-networks.md). Floats are rounded to this format when they are sent between hosts in a sum or an all_gather.
-  Data within a host stays exact, and all ranks get the same bits.
+  Data within a host stays exact, and the results are bitwise equal on all ranks.
 - Under torch.compile, each call causes a graph break.
 
 All raise:
@@ -243,7 +243,7 @@ def all_reduce(
     Args:
         tensor: a tensor with the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor
             is coalesced afterward. For sparse tensors the call blocks until all ranks have made it, even with
-            `async_op=True`, because the ranks first exchange their numbers of values.
+            `async_op=True`, because the ranks must first exchange how many values they have.
         op: the reduction: a `ReduceOp`, a `PremulSum`, or one of torch's reductions. The default is SUM.
         group, async_op, timeout, wire: see the rules in the module's docstring.
     """
@@ -262,7 +262,7 @@ def all_gather(
 ) -> Work | None:
     """Gathers every rank's `tensor` on all ranks; `tensor_list[r]` receives rank r's tensor.
 
-    The ranks' tensors may differ in size. All ranks must then pass the same sizes in `tensor_list`, and the call is
+    The ranks' tensors may differ in size. All ranks must then pass the same sizes in `tensor_list`. The call is
     performed as an `all_to_all` and appears as such in errors, recordings and profiles.
 
     Args:
@@ -333,8 +333,8 @@ def reduce_scatter(
 ) -> Work | None:
     """Reduces `input_list[r]` over all ranks into the `output` of rank r.
 
-    The parts may differ in size. All ranks must then pass the same sizes in `input_list`, and the call is performed as
-    one `reduce` to each rank in turn and appears as such in errors, recordings and profiles.
+    The parts may differ in size. All ranks must then pass the same sizes in `input_list`. The call is performed as one
+    `reduce` to each rank in turn and appears as such in errors, recordings and profiles.
 
     Args:
         output: a tensor with the dtype and number of elements of this rank's entry in `input_list`.

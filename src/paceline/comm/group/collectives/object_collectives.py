@@ -2,9 +2,9 @@
 
 An object is None, a number, str, bytes, datetime, Decimal, UUID, Path, range, a list, tuple, dict, set, deque, Counter
 or OrderedDict of objects, a dense CPU tensor or parameter, or a NumPy array or scalar. The received object is equal to
-the original and of the same type, with its tensors in new memory; sizes may differ between ranks. Any other object is
-pickled if the sender sets `allow_pickle`, and is unpickled only if the receiver sets it too, because unpickling can run
-arbitrary code.
+the original and of the same type, with its tensors in new memory; the objects' sizes may differ between ranks. Any
+other object is pickled if the sender sets `allow_pickle`, and is unpickled only if the receiver sets it too, because
+unpickling can run arbitrary code.
 
 Each rank in the group makes the same call. `src` and `dst` are ranks in the default group, and `group_src` and
 `group_dst` are ranks in `group`. `timeout` (default: the group's timeout) applies to each of the two or three

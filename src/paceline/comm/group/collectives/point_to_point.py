@@ -2,9 +2,9 @@
 
 `src` and `dst` are ranks in the default group, and `group_src` and `group_dst` are ranks in `group`; pass either one.
 If `group` is None, the default group is used; on a rank that is not in `group` a call does nothing. Between two ranks,
-messages with the same `tag` (an integer of at least 0) arrive in the order in which they are sent; a receive matches
-only messages with its tag. A list of tensors of one dtype may be passed for any tensor. Both sides must pass the same
-dtype and number of elements. `timeout` is a timedelta or a number of seconds; None means the group's timeout.
+messages with the same `tag` (a non-negative integer) arrive in the order in which they are sent; a receive matches only
+messages with its tag. A list of tensors of one dtype may be passed for any tensor. Both sides must pass the same dtype
+and number of elements. `timeout` is a timedelta or a number of seconds; None means the group's timeout.
 
 All raise:
     ValueError: the peer is this rank, is not in the group, or is specified twice or not at all; or the tag is negative
