@@ -1,8 +1,8 @@
 // Measures a group's connections about once per second while the group is in use, and writes the measurements to the
 // recording, which outlives the process.
 //
-// The meter has no thread of its own. Threads that run calls and messages call it at the beginning of each call and in
-// each iteration of a wait loop, so the measurements of an idle group do not change.
+// The meter has no thread of its own. Threads that run calls and messages invoke it at the beginning of each call and
+// in each iteration of a wait loop, so the measurements of an idle group do not change.
 #pragma once
 
 #include <atomic>

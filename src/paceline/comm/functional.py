@@ -168,7 +168,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tens
 
 @eager
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """Returns every rank's `tensor`, in rank order, on rank `dst`; on other ranks, returns as many zero tensors.
+    """Returns every rank's `tensor`, in rank order, on rank `dst`, and the same number of zero tensors elsewhere.
 
     The gradient of a rank's tensor is the gradient of its copy on rank `dst`; the gradients of the zeros are ignored.
     """

@@ -147,7 +147,7 @@ def _is_usual_there(path: str, status: os.stat_result) -> bool:
 
 
 def _usual(path: str) -> os.stat_result | None:
-    """Returns the status of a file created with mode 600 in the directory of `path`, or None if this is impossible.
+    """Returns the status of a file created with mode 600 in the directory of `path`, or None if creating it fails.
 
     Some file systems do not store owners and modes, and NFS maps root to the user nobody.
     """

@@ -216,7 +216,7 @@ Pending = TypeVar("Pending", bound=Hashable)
 class PendingConnections(Generic[Pending]):
     """Bounded set of connections. If it is full, a new one replaces the oldest one from the most frequent origin.
 
-    A peer that opens many connections therefore replaces its own connections, and not those of peers with few
+    A peer that opens many connections therefore replaces its own connections rather than those of peers with few
     connections.
 
     Args:

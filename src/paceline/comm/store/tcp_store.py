@@ -200,8 +200,8 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
 def listen(host_name: str, port: int, secret: bytes | None) -> ListeningEndpoint:
     """Returns a listener on the first address of `host_name`, never on a wildcard address.
 
-    In a job with a single port for all connections between machines, `port` is the number to listen on, and the address
-    of the listener also contains this number instead of a port.
+    In a job with a single port for all connections between machines, `port` is the number to listen on, and the
+    listener's address contains this number instead of a port.
 
     Raises:
         PortInUseError: another process listens on the port.

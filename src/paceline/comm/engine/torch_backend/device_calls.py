@@ -285,7 +285,7 @@ class CallStream:
         return CallFailure(OutcomeCode.REFUSED, said=f"{_first_line(error)}. {self._settings.advice}")
 
     def look(self) -> bool:
-        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call it again.
+        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to poll again.
 
         Only a thread that does nothing else may call this; see `device_streams.polled`.
         """

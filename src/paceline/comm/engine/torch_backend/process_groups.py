@@ -157,7 +157,7 @@ class OwnedProcessGroup:
     def shut_down(self, deadline: float, stopped: Callable[[], bool]) -> bool:
         """Shuts down the group when its calls are complete on all ranks; returns whether this succeeded in time.
 
-        If the shutdown does not succeed, or once `stopped` returns True, the group is aborted. Idempotent.
+        If the shutdown does not succeed, or if `stopped` returns True, the group is aborted. Idempotent.
         """
         if self._ended:
             return True
