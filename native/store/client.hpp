@@ -1,5 +1,5 @@
-// A connection to a store server that handles one request at a time. Thread-safe. `close` wakes a thread that is
-// waiting in `ask`.
+// A connection to a store server; handles one request at a time. Thread-safe. `close` wakes a thread that is waiting in
+// `ask`.
 #pragma once
 
 #include <atomic>

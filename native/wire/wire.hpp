@@ -34,7 +34,7 @@ constexpr std::size_t packed_group(WireType wire) {
     return 0;
 }
 
-// Returns the number of bytes of `count` packed elements, which is always even.
+// Returns the size in bytes of `count` packed elements, which is always even.
 constexpr std::size_t packed_size(WireType wire, std::size_t count) {
     return (count + kWireGroup - 1) / kWireGroup * packed_group(wire);
 }

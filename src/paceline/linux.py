@@ -120,7 +120,7 @@ def pidfd_send_signal(pidfd: int, number: int) -> None:
 
 
 def pidfd_getfd(pidfd: int, descriptor: int) -> int:
-    """Returns a duplicate, in this process, of another process's descriptor.
+    """Duplicates a descriptor of another process into this process; returns the duplicate.
 
     Args:
         pidfd: a descriptor for the other process.

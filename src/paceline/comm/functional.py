@@ -318,7 +318,7 @@ class Reduce(Function):
 
 @eager_methods
 class AllGather(Function):
-    """Concatenates all ranks' tensors in rank order in the contiguous tensor `output`."""
+    """Concatenates all ranks' tensors in rank order into the contiguous tensor `output`."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, output: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -402,7 +402,7 @@ class Scatter(Function):
 
 @eager_methods
 class AllToAll(Function):
-    """Sends a tensor from each rank to each rank; the received tensors share memory with `outputs`."""
+    """Sends a tensor from each rank to every rank; the received tensors share memory with `outputs`."""
 
     @staticmethod
     def forward(
@@ -422,7 +422,7 @@ class AllToAll(Function):
 
 @eager_methods
 class AllToAllSingle(Function):
-    """Copies rows from each rank to each rank; if the split sizes are None, the rows are divided evenly."""
+    """Copies rows from each rank to every rank; if the split sizes are None, the rows are divided evenly."""
 
     @staticmethod
     def forward(

@@ -338,7 +338,7 @@ class EngineChannel(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes the channel; calls in progress fail soon. Idempotent."""
+        """Closes the channel; calls in progress fail shortly afterward. Idempotent."""
 
 
 class Messages(Protocol):

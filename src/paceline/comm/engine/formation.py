@@ -184,7 +184,7 @@ class Formation:
             raise self._without(lost)
 
     def await_news(self) -> None:
-        """Calls `look` repeatedly for the longest time that a report about a lost rank takes to arrive.
+        """Calls `look` repeatedly until any report about a lost rank must have arrived.
 
         Raises:
             RendezvousError: a rank gave up or died.

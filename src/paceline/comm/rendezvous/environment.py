@@ -21,7 +21,7 @@ USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun: True if it
 
 
 def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
-    """Returns the rank and the world size; -1 is replaced by the value of RANK, WORLD_SIZE or the scheduler.
+    """Returns the rank and the world size; -1 is replaced by the value from RANK, WORLD_SIZE or the scheduler.
 
     Raises:
         ValueError: a variable is missing or is not an integer.

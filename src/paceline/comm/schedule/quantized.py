@@ -65,7 +65,7 @@ def all_reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Ranks collect and exchange their host's sums for their rail; with uneven hosts, only leaders do."""
+    """Ranks collect and exchange their host's sums for their rail; with uneven hosts, only leaders do so."""
     if len(topology.hosts) == 1:
         return hierarchical.reduce_scatter(topology)
     n, (hosts, _, local, me) = topology.world_size, (home := find_host_position(topology))

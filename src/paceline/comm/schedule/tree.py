@@ -49,7 +49,7 @@ def subtree_of(member: int, n: int) -> range:
 def reduce_phase(
     group: Sequence[int], me: int, own: BufferSlice, into: BufferSlice, *, final: bool = True
 ) -> list[Step]:
-    """Sums all members' `own` into group[0]'s `into`; other `into`s hold partial sums. group[me] is this rank."""
+    """Sums all members' `own` in group[0]'s `into`; other members' `into` hold partial sums. group[me] is this rank."""
     steps: list[Step] = []
     children = children_of(me, len(group))
     for child in children:
@@ -93,7 +93,7 @@ def arrive_phase(group: Sequence[int], me: int) -> list[Step]:
 
 
 def leave_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Sends all members, starting from group[0], permission to leave."""
+    """Sends permission to leave to all members, starting from group[0]."""
     return broadcast_phase(group, me, NOTHING)
 
 

@@ -177,7 +177,7 @@ def on_stream(device: torch.device, stream: Any) -> contextlib.AbstractContextMa
 
 
 def current_stream(device: torch.device) -> Any:
-    """Returns the calling thread's current stream on an accelerator, as an object of the device's module."""
+    """Returns the calling thread's current stream on an accelerator, as an object from the device's module."""
     module = _module(device)
     if hasattr(module, "current_stream"):
         return module.current_stream(device)

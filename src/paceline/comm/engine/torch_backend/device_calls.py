@@ -541,8 +541,8 @@ class CallWatch:
                     self._called.set()
 
 
-# A timeout of at least this length is treated as no timeout: only the program's stream waits for the call, and the
-# program's thread does not.
+# A timeout of at least this length is treated as no timeout: only the program's stream waits for the call, not the
+# program's thread.
 _NO_LIMIT_NS = 1 << 61
 
 

@@ -85,7 +85,7 @@ class PersistentCall(_core.FastPathCall):
         """Starts the call in the background."""
 
     def _who(self) -> str:
-        """Returns the beginning of error messages, which identifies this rank."""
+        """Returns the prefix of error messages, which identifies this rank."""
         return ""
 
     @eager
