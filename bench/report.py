@@ -128,7 +128,7 @@ def spread(times_s: Sequence[float], of_a_turn: int = 1) -> Spread:
 
 
 def p95(values: Sequence[float]) -> float:
-    """Returns the 95th percentile. With few values it is close to the largest value, but never exceeds it."""
+    """Returns the 95th percentile. With few values, it is close to the largest value, but never exceeds it."""
     return statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 

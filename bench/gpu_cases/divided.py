@@ -24,7 +24,7 @@ def _layers() -> nn.Sequential:
 
 
 def _whole_losses(model: nn.Module, ranks: int, rows: int = 16) -> list[float]:
-    """Returns the losses of one process on the CPU that trains on the batches of all ranks."""
+    """Returns the losses of a single CPU process that trains on the batches of all ranks."""
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     told = []
     for step in range(STEPS):

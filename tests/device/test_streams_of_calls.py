@@ -149,7 +149,7 @@ def the_stream_of_a_call_is_behind_it_even_if_another_thread_drops_the_work():
         dropping = threading.Thread(target=works.clear)
         dropping.start()
         dropping.join()
-        copied = tensor * 1  # this tensor represents any that might reuse the memory
+        copied = tensor * 1  # this tensor represents any tensor that might reuse the memory
     assert not side.query()
     call.gate.set()
     torch.fake.synchronize(DEVICE)

@@ -25,7 +25,10 @@ SWEPT = [point for point in POINTS if point not in RARE]
 
 
 def some_kills(point: str) -> list[tuple[str, int]]:
-    """Returns a worker to kill when it first reaches the failpoint, and one at its second; 0.0.0 sends the state."""
+    """Returns a worker to kill when it first reaches the failpoint, and one to kill the second time it does.
+
+    The first one is 0.0.0 if only the sender of the state reaches the failpoint.
+    """
     return [("0.0.0" if point in ("state.before_sending", "state.sent") else "0.2.0", 1), ("0.1.0", 2)]
 
 

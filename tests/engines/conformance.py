@@ -18,7 +18,8 @@ _TIMEOUT = timedelta(seconds=30)
 _PROGRAMS: list[Program] = [*reducing.PROGRAMS, *moving.PROGRAMS, *ordering.PROGRAMS, *failing.PROGRAMS]
 
 
-# NCCL lacks some types and reductions, cannot receive from any rank, and does not detect messages of the wrong size.
+# NCCL lacks some types and reductions, cannot receive from an unspecified rank, and does not detect messages of the
+# wrong size.
 _BEYOND_NCCL = [
     reducing.all_types_and_reductions,
     reducing.unsigned_and_scaled,

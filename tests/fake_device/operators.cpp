@@ -487,7 +487,7 @@ at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::op
 void copy_to_device(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
     auto& stream = current_queue(index_of(target));
     const bool behind = non_blocking && is_pinned(source.storage().data());
-    // Memory that is not pinned has been read when the call returns, so the program may change it afterwards.
+    // Non-pinned memory has already been read when the call returns, so the program may change it afterwards.
     auto kept = behind || !non_blocking ? source : source.clone();
     stream.push([kept = std::move(kept), bytes = bytes_of(target)] {
         BelowAutograd below;

@@ -87,7 +87,7 @@ def test_each_network_of_a_machine_has_the_same_port(hosts):
 
 def fail_to_meet() -> str:
     if rank() > 0:
-        PortMultiplexer._listen_on = lambda *_: None  # so that connections are refused at once, as by some firewalls
+        PortMultiplexer._listen_on = lambda *_: None  # so that connections are refused at once, as some firewalls do
     with pytest.raises(dist.RendezvousError) as caught:
         dist.init_process_group(port=PORT, timeout=timedelta(seconds=90))
     return str(caught.value)

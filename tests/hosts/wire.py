@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 VNET_HEADER = 10  # bytes before each frame: how to split it into packets, and the position of its checksum
 _SYN, _ACK = 0x02, 0x10
-_LIMIT = 256 << 20  # bytes in transit; frames beyond this limit are dropped, as by any queue
+_LIMIT = 256 << 20  # bytes in transit; frames beyond this limit are dropped, as in any queue
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ void a_rank_that_left_is_named() {
 
 void every_rank_receives_its_parts() {
     with_ranks(3, [](Rank at) {
-        // In this all_to_all each rank sends 3000 * (sender + 1) bytes to each rank.
+        // In this all_to_all, each rank sends 3000 * (sender + 1) bytes to each rank.
         std::vector<std::vector<std::uint8_t>> out, in;
         Call call;
         call.operation = Operation::all_to_all;
@@ -327,7 +327,7 @@ void an_abort_ends_the_calls_of_every_rank() {
 
 void an_abort_on_another_thread_ends_the_own_call() {
     with_ranks(2, [](Rank at) {
-        if (at.rank == 1) {  // makes no call, so only the abort can end the call of the other rank
+        if (at.rank == 1) {  // this rank makes no call, so only the abort can end the other rank's call
             while (at.group.failure() == OutcomeCode::ok) std::this_thread::yield();
             return;
         }

@@ -296,7 +296,7 @@ void a_canceled_region_is_not_waited_for() {
 void members_do_not_wait_for_a_member_that_has_failed() {
     const auto started = std::chrono::steady_clock::now();
     with_meshes(3, [](HostMesh& mesh) {
-        if (mesh.rank() == 1) {  // makes no request and stays until the other ranks have left
+        if (mesh.rank() == 1) {  // this rank makes no request and stays until the others have left
             while (!mesh.is_gone(0) || !mesh.is_gone(2)) std::this_thread::yield();
             return;
         }

@@ -1,4 +1,4 @@
-"""Warnings about gradients that are not finite, and about replicas that differ."""
+"""Warnings about non-finite gradients, and about replicas that differ."""
 
 from __future__ import annotations
 

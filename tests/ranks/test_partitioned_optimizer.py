@@ -109,7 +109,7 @@ def scaled(stage: int) -> None:
             scaler.step(its_optimizer)
             scaler.update()
         assert mine.get_scale() == theirs.get_scale()
-    assert mine.get_scale() == 8.0  # 4 after the overflow, doubled after two steps more
+    assert mine.get_scale() == 8.0  # 4 after the overflow, doubled after two more steps
     require_same_parameters(sharded, model, reference.module)
 
     if stage > 1:

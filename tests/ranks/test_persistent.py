@@ -175,7 +175,7 @@ def messages_are_passed() -> None:
 
 
 def one_call_from_many_threads() -> None:
-    """Threads may share a call if they alternate; a concurrent start is rejected without harm."""
+    """Threads may share a call if they take turns; a concurrent start is rejected without harm."""
     tensor = torch.ones(70_000)
     call = dist.all_reduce_init(tensor, dist.ReduceOp.MAX)
     refused: list[str] = []

@@ -190,7 +190,7 @@ def fabric_and_trainer(directory: str) -> None:
     assert by_name.PacelineStrategy.strategy_name == "paceline"
     from lightning.pytorch.strategies import DDPStrategy
 
-    warnings.simplefilter("ignore")  # Lightning gives advice on the number of loader workers
+    warnings.simplefilter("ignore")  # Lightning warns about the number of loader workers
     fabricated()
     torch_dist.destroy_process_group()
     whole = lightning(directory, 2, "paceline")

@@ -80,7 +80,7 @@ def test_a_job_runs_on_two_machines(script, ssh_server, tmp_path):
 
 
 def test_the_secret_is_in_no_command_line_or_environment(script, ssh_server, tmp_path):
-    """The search program receives the secret reversed, so that its own command line does not contain the secret."""
+    """The search program receives the secret in reverse, so that its own command line does not contain the secret."""
     secret = secrets.token_hex(32)
     file = tmp_path / "secret"
     file.touch(0o600)

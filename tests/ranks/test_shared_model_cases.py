@@ -205,7 +205,7 @@ def trim_memory() -> None:
 
 
 def memory_is_that_of_one_process() -> None:
-    """Parameters and state take three times 96 MiB, on all ranks together."""
+    """Parameters and state take three times 96 MiB in total, over all ranks."""
     torch.set_num_threads(1)
     x = torch.randn(2, 2048)
     model, optimizer = nn.Linear(2048, 256, bias=False), None

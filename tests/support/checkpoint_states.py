@@ -35,7 +35,7 @@ def write(root: Root, draft: Draft, step: int, rank: int) -> RankPart:
 
 
 def save(root: Root, step: int) -> str:
-    """Saves as both ranks in turn; returns the checkpoint's name."""
+    """Saves on behalf of both ranks, one after the other; returns the checkpoint's name."""
     draft = root.begin(step, nbytes=5000)
     parts = [write(root, draft, step, rank) for rank in range(WORLD_SIZE)]
     root.publish(draft, parts, encode({"step": step}), world_size=WORLD_SIZE)

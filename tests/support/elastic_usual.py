@@ -53,7 +53,7 @@ class Counted(nn.Module):
 
 @dataclass
 class Steps:
-    """The samples' shares in each committed step, and the changes of views, as part of the state."""
+    """The samples' shares in each committed step, and the view changes, as part of the state."""
 
     shares: list[dict[int, float]] = field(default_factory=list)
     views: list[list[Any]] = field(default_factory=list)

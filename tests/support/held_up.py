@@ -64,7 +64,7 @@ def told_of(run: World, directory: str, waiter: int) -> list[str]:
     wait_until(lambda: sleep_for_a_while(run.pids[waiter]))
     say(directory, "waits")
     await_word(directory, *(f"told {number}" for number in others))
-    kill([run.pids[waiter]])  # unless it raised an error too, and exited
+    kill([run.pids[waiter]])  # unless it also raised an error and exited
     told = run.join(60, expect_dead=frozenset({waiter, STOPPED}))
     messages = []
     for number in others:

@@ -52,7 +52,7 @@ def merged(answers: Iterable[object]) -> dict[str, str]:
 
 
 def require(reports: Mapping[str, str], name: str) -> None:
-    """Fails the test of the program `name` if it failed on any rank."""
+    """Fails the test for the program `name` if the program failed on any rank."""
     assert name in reports, f"not reached: {list(reports)[-1]} failed before"
     assert not reports[name], reports[name]
 

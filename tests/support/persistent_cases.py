@@ -1,4 +1,4 @@
-"""Compares the plain and persistent forms of every collective on equal random tensors."""
+"""Compares the plain and persistent forms of every collective on identical random tensors."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ def examples(count: int) -> int:
 def use_profile() -> None:
     """Sets the default number of examples, without a time limit for each, because the machine may be busy.
 
-    In the suite a test tries the same examples each time, so that unrelated changes do not cause failures; at night
-    they are random.
+    In the suite, a test tries the same examples each time, so that unrelated changes do not cause failures; in the
+    nightly run, the examples are random.
     """
     settings.register_profile(
         "paceline",

@@ -11,7 +11,7 @@ def findings(text: str, confidence: Confidence = Confidence.HIGH) -> list[Diagno
 
 
 def require_found_alone(rule: str, text: str) -> None:
-    """Asserts that there is one finding, by this rule and on the line that ends in `# !`."""
+    """Asserts that there is exactly one finding, from this rule and on the line that ends in `# !`."""
     (line,) = (place for place, code in enumerate(text.splitlines(), 1) if code.endswith("# !"))
     found = findings(text)
     assert [(each.about, each.line) for each in found] == [(rule, line)]

@@ -1,4 +1,4 @@
-"""Trains one copy of a model on all ranks of a host, and for comparison a replica on each rank."""
+"""Trains one copy of a model on all ranks of a host and, for comparison, a replica on each rank."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class ShuffledByEpoch(Plain):
 
 
 class SkipsInTheOrderOfTheEpoch(ShuffledByEpoch):
-    """Loses the epoch when it skips samples, as Hugging Face's streams do."""
+    """Loses track of the epoch when it skips samples, as Hugging Face's streams do."""
 
     first = 0
 

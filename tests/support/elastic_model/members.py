@@ -313,7 +313,7 @@ class Member:
         return later[-1] if later else None
 
     def follow_to(self, view: View) -> None:
-        """Enters the planned view, or exits if it is not a member."""
+        """Enters the planned view; a worker that is not a member of the view exits."""
         if self.uid in view.members:
             self.enter(view)
         else:

@@ -107,7 +107,7 @@ def test_a_played_schedule_does_what_its_operation_says(algorithm, operation):
 
 
 def meant(operation: Operation, rank: int, n: int, root: int, blocks: int) -> list[tuple[list[int], int]]:
-    """Returns a rank's final data: for each block, the ranks whose tensors are summed, and the part of the tensor."""
+    """Returns a rank's final data: for each block, its part of the tensor and the ranks whose tensors it sums."""
     everybody = list(range(n))
     if operation in (Operation.REDUCE, Operation.GATHER) and rank != root:
         return []

@@ -32,7 +32,7 @@ class Sign(NamedTuple):
     file: Path
     line: int
     name: str
-    folder: Path | None = None  # the package whose docstring this is
+    folder: Path | None = None  # the package that this docstring belongs to
 
     def leads_nowhere(self) -> bool:
         name = PurePosixPath(self.name)
@@ -60,7 +60,7 @@ PLATES = sorted(path for path in PACKAGE.glob("*/**/__init__.py"))
 
 
 def _named_in(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the line (from 0) and name of each file and folder that `text` refers to, in backticks or by path."""
+    """Yields the 0-based line and the name of each file and folder that `text` refers to, in backticks or by path."""
     for at, line in enumerate(text.split("\n")):
         quoted = [name for words in re.findall(r"`([^`]+)`", line) if " " not in words for name in FILE.findall(words)]
         paths = [name for name in FILE.findall(line) if "/" in name] + PATH.findall(line)

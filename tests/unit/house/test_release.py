@@ -1,4 +1,4 @@
-"""Release files: files generated from a table, other operating systems, and `paceline --version`."""
+"""Releases: files generated from a table, other operating systems, and `paceline --version`."""
 
 from __future__ import annotations
 

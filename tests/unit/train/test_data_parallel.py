@@ -1,4 +1,4 @@
-"""DataParallel on devices that are all the CPU: parts, replicas, threads, and gradients of the module itself."""
+"""DataParallel on several CPU devices: parts, replicas, threads, and gradients of the module itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One port without free descriptors, with strangers that request numbers, and with a gate process that forks."""
+"""A single port without free descriptors, with unauthorized requests for numbers, and with a gate that forks."""
 
 from __future__ import annotations
 

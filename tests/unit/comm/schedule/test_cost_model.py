@@ -88,7 +88,7 @@ def test_few_rounds_win_where_messages_are_dear(world_size):
 )
 @pytest.mark.parametrize("n_hosts", [1, 4])
 def test_the_star_never_wins_a_long_tensor_on_many_ranks(operation, n_hosts):
-    """In a gather and a scatter, all bytes cross the root's link in any case."""
+    """In a gather or a scatter, all bytes cross the root's link anyway."""
     choice = choose(CLUSTER, operation, 64 * MIB, 32, hosts_of(n_hosts, 32 // n_hosts))
     assert choice.algorithm != "star"
 

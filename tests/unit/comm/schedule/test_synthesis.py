@@ -67,7 +67,7 @@ def test_of_two_that_are_as_fast_the_lighter_one_is_taken():
 
 
 def test_of_two_that_are_as_fast_that_with_fewer_messages_runs():
-    """A tree crosses two racks' uplinks as often as a synthesized schedule, but with few messages."""
+    """A tree crosses two racks' uplinks as often as a synthesized schedule, but with fewer messages."""
     choice = choose_all_reduce(RACKS, synthesize(RACKS), 8 * MB)
     assert choice.candidates[0].algorithm == "synthesized"
     assert choice.algorithm == "tree" and choice.seconds <= 1.02 * choice.candidates[0].seconds

@@ -1,4 +1,4 @@
-"""ZeRO with master copies in float32, and with state in a file, compared with one process without ZeRO."""
+"""ZeRO with float32 master copies, and with state in a file, compared with one process without ZeRO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots that the launchers of a job collect, and the diagnoses that follow."""
+"""Snapshots that the launchers of a job collect, and the diagnoses based on them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_the_own_cgroup_is_found_by_its_mount(tmp_path, membership, mounts, dire
 
 
 def test_without_a_way_to_kill_it_there_is_none(tmp_path):
-    """Linux before 5.14 cannot kill all processes of a cgroup at once."""
+    """Linux before 5.14 cannot kill all processes in a cgroup at once."""
     machine = _machine(tmp_path, "0::/\n", V2)
     own = machine / "sys/fs/cgroup"
     own.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""An untrusted pickle neither changes the process that reads it nor keeps it busy."""
+"""An untrusted pickle can neither change the process that reads it nor keep that process busy."""
 
 from __future__ import annotations
 

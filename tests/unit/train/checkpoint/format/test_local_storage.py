@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 class Noting(Disk):
-    """Records for each write its size, its parts, and whether it was direct; direct writes may be rejected."""
+    """Records the size and the parts of each write, and whether it was direct; can reject direct writes."""
 
     def __init__(self, refuses: str = "") -> None:
         self.is_direct = False

@@ -33,7 +33,7 @@ plain = st.recursive(
 
 
 def shown(value):
-    """Returns a value that is equal for equal values and for NaN, and does not depend on the order of a set."""
+    """Returns a representation that is equal for equal values, including NaN, regardless of the order in sets."""
     if isinstance(value, dict):
         return {key: shown(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

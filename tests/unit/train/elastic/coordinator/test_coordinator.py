@@ -1,4 +1,4 @@
-"""The views that follow individual events; random schedules are in test_coordinator_schedules.py."""
+"""The views that result from individual events; random schedules are in test_coordinator_schedules.py."""
 
 from __future__ import annotations
 
