@@ -12,14 +12,14 @@ namespace paceline::host {
 namespace {
 
 constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes below which one round over all data is faster
-constexpr std::size_t kTile = 32 << 10;  // bytes of each rank's tensor to reduce at a time, which fit into the cache
-constexpr std::size_t kUpdateTile = 8 << 10;  // bytes of results to update at a time, which fit into the L1 cache
+constexpr std::size_t kTile = 32 << 10;  // bytes of each rank's tensor to reduce at a time, which fit in the cache
+constexpr std::size_t kUpdateTile = 8 << 10;  // bytes of results to update at a time, which fit in the L1 cache
 
 struct Slice {
     std::size_t from = 0, nbytes = 0;
 };
 
-// A tensor divided into parts of `count` slices each. A part fits into a slot together with `extra` slices from other
+// A tensor divided into parts of `count` slices each. A part fits in a slot together with `extra` slices from other
 // parts.
 struct Slices {
     Slices(std::size_t nbytes, std::size_t slot_bytes, std::size_t count, std::size_t extra)
@@ -116,7 +116,7 @@ bool Group::reduce(Call& call) {
 bool Group::reduce_flat(Call& call, bool receives_result) {
     ByteStream& tensor = call.outputs[0];
     ByteStream input = contribution(call);
-    // Data that would fit into one large part is divided into several parts, so that one part can be reduced while the
+    // Data that would fit in one large part is divided into several parts, so that one part can be reduced while the
     // next one is staged.
     const Chunks chunks{tensor.nbytes(), tensor.nbytes() > slot_capacity_ ? slot_capacity_ : slot_bytes_};
     const bool stages = call.operation != Operation::reduce || !receives_result;

@@ -20,7 +20,7 @@ constexpr int kProbeS = 1;
 constexpr int kProbes = 6;
 constexpr std::uint32_t kSilenceMs = 8000;
 constexpr int kMaxDrained = 4096;  // maximum number of reads when draining a socket
-// Limits the unsent data in the kernel's buffer, because data that does not fit into the cache must be read from memory
+// Limits the unsent data in the kernel's buffer, because data that does not fit in the cache must be read from memory
 // again.
 constexpr int kMaxUnsent = 128 << 10;
 // The states of a TCP connection whose FIN the peer has not acknowledged; <linux/tcp.h> does not define them.

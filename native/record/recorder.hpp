@@ -48,7 +48,7 @@ class Recorder {
     void identify(int rank, int world_size);
     // Records that the process is exiting normally.
     void finish();
-    // Returns the number assigned to a name. Names that do not fit into the table share the last number.
+    // Returns the number assigned to a name. Names that do not fit in the table share the last number.
     std::uint32_t name(std::string_view text);
     // Converts a CLOCK_MONOTONIC time to ticks. The time must not be before the beginning of the recording.
     std::uint64_t tick_at(std::int64_t monotonic_ns) const;

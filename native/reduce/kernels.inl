@@ -15,7 +15,7 @@
 namespace paceline::PACELINE_SIMD {
 namespace {
 
-constexpr std::size_t kTile = 1024;  // number of elements; the tiles of the deepest tree fit into the L1 cache
+constexpr std::size_t kTile = 1024;  // number of elements; the tiles of the deepest tree fit in the L1 cache
 
 template <class T, class Op>
 struct PairwiseTree {

@@ -84,7 +84,7 @@ class EngineContext:
     costs: KnownCosts | None = None
 
     def forming(self, what: str) -> contextlib.AbstractContextManager[Formation]:
-        """Returns the default group's formation while it is open, or else a new formation identified by `what`."""
+        """Returns the default group's formation if it is open, and otherwise a new formation identified by `what`."""
         if self.formation is not None and self.formation.is_open:
             return contextlib.nullcontext(self.formation)
         return Formation(self.store, self.rank, self.world_size, what)

@@ -112,8 +112,8 @@ def set_congestion_control(connection: Connection) -> None:
     round-trip time is less than a millisecond.
 
     Raises:
-        ValueError: the kernel lacks the congestion control in PACELINE_CONGESTION, or does not permit this user to set
-            it.
+        ValueError: the kernel does not support the congestion control in PACELINE_CONGESTION, or does not permit this
+            user to set it.
     """
     wanted = os.environ.get(CONGESTION_VARIABLE)
     if wanted:
@@ -129,7 +129,7 @@ def require_control(name: str) -> None:
     """Checks that the kernel supports the congestion control and permits this user to set it.
 
     Raises:
-        ValueError: the kernel lacks the congestion control, or does not permit this user to set it.
+        ValueError: the kernel does not support the congestion control, or does not permit this user to set it.
     """
     with socket.socket() as connection:
         _choose(connection, name)

@@ -453,7 +453,7 @@ def lists_by_rank(lists: Sequence[Tensors], rank_map: RankMap, call: str, argume
 
 
 def are_uneven(lists: Sequence[Tensors], rank_map: RankMap, call: str) -> bool:
-    """Returns True if there is one entry for each rank, and the entries differ in their numbers of elements.
+    """Returns True if there is one entry for each rank, and the entries differ in size.
 
     The decision depends only on a list that all ranks pass with the same sizes, so all ranks make the same calls.
 

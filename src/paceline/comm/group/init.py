@@ -110,10 +110,11 @@ def init_process_group(
             current device and is used by `barrier`. The ranks' devices are connected immediately rather than on first
             use, so this function itself reports a wrong device. Either all ranks or none must pass this argument.
         interface: the network interface through which other hosts reach this host, given by its name or by one of its
-            addresses. The default is PACELINE_IFACE, or else the interface on the route to the host of the rendezvous.
+            addresses. The default is PACELINE_IFACE or, if it is not set, the interface on the route to the host of the
+            rendezvous.
         algorithm: the algorithm for every collective that it implements: "ring", "halving_doubling", "tree", "star" or
-            "hierarchical". The default is PACELINE_ALGORITHM, or else shared memory on one host and the fastest
-            algorithm between hosts.
+            "hierarchical". The default is PACELINE_ALGORITHM. If it is not set, shared memory is used on one host, and
+            the fastest algorithm between hosts.
         between_hosts: the engine ("gloo" or "mpi") over which the first ranks on the hosts exchange results that
             "paceline" has reduced within each host. If None, "paceline" is also used between hosts.
         elastic: whether workers may join and leave. The group contains only this rank until `ElasticState.epochs` finds
@@ -122,8 +123,8 @@ def init_process_group(
             neither. The default is PACELINE_SECURITY; without it, connections to and from public addresses are
             encrypted.
         port: the single TCP port on which each machine accepts connections to its ranks and its store (see
-            docs/hosts.md). It must be the same on every rank. The default is PACELINE_PORT, or else each listener has
-            its own port.
+            docs/hosts.md). It must be the same on every rank. The default is PACELINE_PORT. If it is not set, each
+            listener has its own port.
         wire: the format ("bf16", "int8", "int4") to which this group rounds sums of floats between hosts, for tensors
             of at least 1,024 elements in calls without a `wire` argument; see docs/slow-networks.md. Sums in other
             groups are exact unless the group is created with a `wire`.
@@ -405,7 +406,7 @@ def make_current(device_id: torch.device | int | None, backend: BackendChoice) -
     """Makes an accelerator the current device and returns it, or returns None if `device_id` is None or a CPU.
 
     Raises:
-        ValueError: the device lacks an index or does not exist, or the backend has no engine for it.
+        ValueError: the device has no index or does not exist, or the backend has no engine for it.
     """
     if device_id is None:
         return None

@@ -1024,7 +1024,7 @@ class ProcessGroup:
         if outcome.code == OutcomeCode.TIMED_OUT and not self._abandoned:
             self._abandoned.append(buffers)
         count = call.count
-        if call.operation is Operation.ALL_TO_ALL:  # numbers of elements may differ between ranks
+        if call.operation is Operation.ALL_TO_ALL:  # element counts may differ between ranks
             count = sum(sum(pieces[1::2]) for pieces in call.inputs) // ITEM_SIZES[call.dtype]
         error = self._error(outcome, (0, call.operation, call.dtype, call.reduce_op, call.root, count))
         if buffers.note and isinstance(error, CollectiveMismatchError):

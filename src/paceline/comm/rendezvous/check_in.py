@@ -252,7 +252,7 @@ _delayed_closes: list[_DelayedClose] = []
 
 
 def close_store_later(opened: Store, check_in: Store) -> None:
-    """Closes `opened` in the background once all ranks have read the verdict in `check_in`, or else after 5 s."""
+    """Closes `opened` in the background once all ranks have read the verdict in `check_in`, or after 5 s."""
     _DelayedClose(opened, check_in).start()
 
 

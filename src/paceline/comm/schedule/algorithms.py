@@ -220,7 +220,7 @@ def forced_or_best(
     forced: str | None,
     preferred: PreferredAlgorithm | None = None,
 ) -> AlgorithmChoice:
-    """Chooses the forced algorithm, or else the preferred one, or else the fastest.
+    """Chooses the forced algorithm, if any; otherwise the preferred one, if any; otherwise the fastest.
 
     Args:
         operation, nbytes, world_size, n_hosts: a description of the call.

@@ -10,7 +10,7 @@ from paceline.comm.schedule.simulation import CallTiming, SimulatedMessage, find
 from paceline.comm.schedule.steps import ROOTED, Operation, Schedule
 
 MOST_RANKS, MOST_MESSAGES = 64, 5_000
-"""The maximum numbers of ranks and messages in a readable picture."""
+"""The maximum number of ranks, and of messages, in a readable picture."""
 
 COLORS = ("#0369a1", "#15803d", "#a16207", "#6d28d9", "#b91c1c", "#0e7490", "#be185d", "#4d7c0f")
 LEFT, RIGHT, TOP, WIDTH, ROW = 110, 24, 70, 960, 44

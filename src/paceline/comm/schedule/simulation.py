@@ -22,7 +22,7 @@ from paceline.comm.schedule.network import Network, NetworkLink, most_with_loss
 from paceline.comm.schedule.steps import ROOTED, Operation, Schedule, StepKind, flatten
 
 MOST_STEPS = 30_000_000
-"""The maximum number of steps, summed over all ranks, for which the simulation fits into memory."""
+"""The maximum number of steps, summed over all ranks, for which the simulation fits in memory."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Store(ABC):
         """Adds `amount` to the number stored under `key` (0 if there is none) and returns the sum.
 
         Raises:
-            StoreError: the value is not a decimal number that fits into 64 bits.
+            StoreError: the value is not a decimal number that fits in 64 bits.
         """
         if not hasattr(amount, "__index__"):
             raise TypeError(f"a store adds integers, not {type(amount).__name__}; convert the amount first")

@@ -102,7 +102,7 @@ class Envelope:
         return self
 
     def open(self, source: int, receiver: int) -> CallOutcome | None:
-        """Copies a received message into the tensor; returns None, or the reason why the message does not fit."""
+        """Copies a received message into the tensor; returns None, or the reason why the two do not match."""
         sent = MESSAGE_HEAD.unpack_from(self._memory)
         if sent != self._head:
             return message_mismatch(source, receiver, sent, self._head)

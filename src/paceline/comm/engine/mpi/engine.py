@@ -146,7 +146,7 @@ class _Memory:
         MESSAGE_HEAD.pack_into(self._label, 0, *self._expected)
 
     def misfit(self, source: int, receiver: int) -> CallOutcome | None:
-        """Returns the reason why a received message does not fit the tensor, or None if it fits."""
+        """Returns the reason why a received message does not match the tensor, or None if it matches."""
         sent = MESSAGE_HEAD.unpack(self._label)
         return None if sent == self._expected else message_mismatch(source, receiver, sent, self._expected)
 

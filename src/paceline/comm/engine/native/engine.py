@@ -425,7 +425,7 @@ class NativeEngine:
 
 
 def _announce(formation: Formation, error: BaseException | None) -> None:
-    """Reports to the other ranks why this rank gives up; a lack of descriptors is reported by the formation itself."""
+    """Reports to the other ranks why this rank gives up; the formation itself reports a shortage of descriptors."""
     if error is not None and not is_out_of_descriptors(error):
         formation.announce(error)
 

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from paceline.comm.engine.adapters.device_streams import activated
 from paceline.comm.store.store import Store
 
-# PyTorch's own timeout for calls, which must never expire. In milliseconds, it must fit into 31 bits.
+# PyTorch's own timeout for calls, which must never expire. In milliseconds, it must fit in 31 bits.
 NEVER = timedelta(days=20)
 _ABORTING_S = 10.0
 _POLLING_S = 0.01

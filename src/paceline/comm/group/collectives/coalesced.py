@@ -1,7 +1,7 @@
 """Collectives on lists of tensors with different dtypes.
 
 The plain collectives take lists of tensors of one dtype; these functions call a plain collective for each dtype. All
-ranks must pass the same dtypes and numbers of elements in the same order. With `async_op=True` a function returns a
+ranks must pass tensors with the same dtypes and sizes in the same order. With `async_op=True` a function returns a
 single `Work` for all of its calls (torch.distributed returns the result of `get_future()` instead).
 
 All raise:

@@ -62,7 +62,8 @@ def barrier(
         group: the group; the default group if None.
         async_op: whether to return a `Work` immediately.
         device_ids: a list with the index of this rank's device. The default is the device passed to
-            `init_process_group`, or else the current device. Ignored in a group without an engine for an accelerator.
+            `init_process_group` or, if none was passed, the current device. Ignored in a group without an engine for an
+            accelerator.
         timeout: the time to wait, as a timedelta or in seconds; the group's timeout if None.
 
     Raises:

@@ -204,8 +204,8 @@ def _with_members(
 ) -> tuple[list[torch.Tensor], list[Work | None], Callable[[torch.Tensor], torch.Tensor]]:
     """Returns the tensors to reduce, the `Work` in progress, and a function that computes the result from the total.
 
-    An average requires the total number of members, because ranks may have different numbers of them. This number is
-    reduced together with the total if the dtype can represent it, and in a separate call otherwise.
+    An average requires the total number of members, because each rank can have a different number of them. The number
+    of members is reduced together with the total if the dtype can represent it, and in a separate call otherwise.
     """
     if op is not ReduceOp.AVG:
         return [total], [], lambda reduced: reduced
