@@ -12,7 +12,7 @@ namespace paceline::host {
 namespace {
 
 constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes below which one round over all data is faster
-constexpr std::size_t kTile = 32 << 10;  // bytes of each rank's tensor to reduce at a time, which fit in the cache
+constexpr std::size_t kTile = 32 << 10;       // bytes of each rank's tensor to reduce at a time, which fit in the cache
 constexpr std::size_t kUpdateTile = 8 << 10;  // bytes of results to update at a time, which fit in the L1 cache
 
 struct Slice {
