@@ -12,9 +12,9 @@
   and `shards` also run a third loop, which trains the bare model with a barrier after the backward pass ("barrier").
 - join: the time until a replacement is in the view, the other workers' pause at that moment, their longest earlier
   pause (while senders fork and the replacement receives the state), and the slowdown of their earlier steps. These
-  times are measured for both loops, for states of several sizes, on one machine and on two (network namespaces at 1
-  Gbit/s, as root). As a lower bound for the slowdown, the same loop also runs alongside an unrelated process that uses
-  the same share of a core as the replacements.
+  times are measured for the loop with shards and the usual loop, for states of several sizes, on one machine and on two
+  (network namespaces at 1 Gbit/s, as root). As a lower bound for the slowdown, the same loop also runs alongside an
+  unrelated process that uses the same share of a core as the replacements.
 - frozen: one worker is stopped (SIGSTOP). In another job, one worker is 10 times slower than the other workers.
 - speeds: the speed of a job whose workers have the speeds 1, 1, 1/2 and 1/2, compared with the sum of these speeds.
 - partition: five machines are partitioned into three and two (as root).

@@ -3,9 +3,9 @@
     python bench/shared_model.py [--ranks 2] [--models NAME ...] [--steps N] [--json FILE]
 
 The contestants alternate in the same processes, a few steps at a time, so that changes in the machine's load affect all
-of them equally. "barrier" runs a barrier after the backward pass and AdamW on all parameters: no synchronous method can
-be faster unless the ranks share work. "barrier" runs with each of torch's implementations of AdamW. A contestant's
-ratio is the step time of the faster implementation divided by the contestant's step time. "one copy" is
+of them equally. "barrier" runs a barrier after the backward pass, and then AdamW on all parameters: no synchronous
+method can be faster unless the ranks share work. "barrier" runs with each of torch's implementations of AdamW. A
+contestant's ratio is the step time of the faster implementation divided by the contestant's step time. "one copy" is
 SharedModelOptimizer, "ZeRO" is stage 1 of either library, and the other labels are self-explanatory. n is the number of
 steps; p50 and p95 are those of rank 0. The wide MLP has a batch of 16, so its step is dominated by memory access.
 """

@@ -188,7 +188,7 @@ void bytes_sent_before_the_end_are_read_before_it(Connect connect) {
     received.resize(read);
     CHECK(received == sent);
     const ByteRange back = range(sent, 0, 10);
-    CHECK(pair->b->read({&back, 1}) == kClosed);  // also when read again
+    CHECK(pair->b->read({&back, 1}) == kClosed);  // reading again has the same result
 }
 
 void a_socket_closed_with_unread_bytes_still_delivers(Connect connect) {

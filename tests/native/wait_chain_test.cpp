@@ -120,7 +120,7 @@ void a_rank_answers_for_a_while_after_its_search() {
     ranks.waits(1, {kB, 1}, {0});
     WaitChainSearch search(ranks.of(0), {kA, 1}, kSecond, kSecond);
     CHECK(!search.advance({1}));  // sends the query
-    CHECK(!search.advance({1}));  // has received the answer
+    CHECK(!search.advance({1}));  // the answer has been received
     const WaitChainResult found = ranks.finds({kA, 1}, {1});
     CHECK(found.blocking.empty() && found.waiting == Ranks{1});
 }

@@ -180,7 +180,7 @@ def too_many_threads() -> str:
     dist.init_process_group()
     torch.set_num_threads(1000)
     told = [told_by(lambda: dist.DistributedDataParallel(nn.Linear(2, 2))) for _ in range(2)]
-    assert told[1] == ""  # warned once per process
+    assert told[1] == ""  # the warning appears once per process
     return told[0]
 
 

@@ -129,7 +129,7 @@ def methods(group: Any) -> Surface:
     nothing: Arguments = list
     surface: Surface = {}
     for name in dir(group):
-        with suppress(RuntimeError):  # raised by a property that this group does not support
+        with suppress(RuntimeError):  # a property that this group does not support raises it
             method = getattr(group, name)
             if callable(method) and not isinstance(method, type) and not name.startswith("__") and name not in ENDS:
                 surface[f"group.{name}"] = method, right.get(name, nothing)

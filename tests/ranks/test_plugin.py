@@ -33,7 +33,7 @@ def reduce_scatter(
 ) -> torch_dist.Work | None:
     if torch.__version__ >= (2, 7) or torch_dist.get_backend() != "gloo":
         return torch_dist.reduce_scatter(output, parts, op, async_op=asynchronous)
-    torch_dist.all_reduce(whole := torch.stack(parts), op)  # gloo had no reduce_scatter
+    torch_dist.all_reduce(whole := torch.stack(parts), op)  # before 2.7, gloo had no reduce_scatter
     output.copy_(whole[torch_dist.get_rank()])
     return torch_dist.barrier(async_op=asynchronous)
 

@@ -100,7 +100,7 @@ def test_a_line_can_be_edited(script):
     text = "import readline\nprint('hello', input('name? '))"
     with Terminal(script(text)) as terminal:
         terminal.wait_for("name? ")
-        terminal.type("Ana\x1b[Dn\r")  # moves the cursor to the left
+        terminal.type("Ana\x1b[Dn\r")  # the sequence moves the cursor to the left
         assert "[rank 0] hello Anna" in terminal.end()
 
 
@@ -193,7 +193,7 @@ def test_ctrl_z_stops_the_workers_with_the_launcher(script, tmp_path):
         terminal.wait_for("Stopped")
         wait_until(lambda: state_of(worker) == "T")
         terminal.type("bg\r")
-        terminal.press_enter_until("Stopped")  # stopped again, because it reads the terminal
+        terminal.press_enter_until("Stopped")  # the job stops again, because it reads the terminal
         wait_until(lambda: state_of(worker) == "T")
         terminal.type("fg\r")
         terminal.wait_for("name? ")

@@ -77,7 +77,7 @@ def test_only_a_worker_that_failed_is_dead():
         0: ("ended", ""),
         1: ("dead", "killed by SIGKILL"),
         2: ("ended", ""),
-        3: ("ended", ""),  # no longer reported
+        3: ("ended", ""),  # this rank is no longer reported
         4: ("dead", "exit code 3"),
     }
     lookout.close()
