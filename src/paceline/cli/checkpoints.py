@@ -128,7 +128,7 @@ def _show_values(values: dict[str, Json]) -> None:
 
 
 def _one_line(name: str) -> str:
-    """Returns a name from a file for printing; a line break in it must not look like the next line of the output."""
+    """Escapes a name from a file for printing, so that a line break in the name does not start a new line of output."""
     return printable(name).replace("\n", "\\n")
 
 
@@ -236,7 +236,7 @@ def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> list[str]:
 
 
 def _incomparable(tensor: torch.Tensor) -> str | None:
-    """Returns the kind of a tensor whose elements are not in dense memory, or None for other tensors."""
+    """Returns why a tensor's elements cannot be compared, such as "sparse"; None for dense tensors."""
     import torch
 
     if tensor.layout != torch.strided:

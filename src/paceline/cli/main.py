@@ -508,7 +508,7 @@ def _run_printing(command: Callable[[argparse.Namespace], int], options: argpars
 
     The code is 128 + SIGPIPE if the output was closed (`... | head`), and 128 + SIGINT after Ctrl-C.
     """
-    for stream in (sys.stdout, sys.stderr):  # with LANG=C, names of other alphabets are escaped
+    for stream in (sys.stdout, sys.stderr):  # with LANG=C, names in other alphabets are escaped
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:

@@ -26,7 +26,7 @@ _TIMEOUT_S = 10.0
 
 
 class PageUnreachableError(Exception):
-    """Raised if the dashboard does not answer or rejects the request."""
+    """Raised if the dashboard does not respond or rejects the request."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def picture(address: PageAddress) -> dict[str, Any]:
     """Fetches the job's state as decoded JSON.
 
     Raises:
-        PageUnreachableError: no dashboard answers at the address, or the token is wrong.
+        PageUnreachableError: no dashboard responds at the address, or the token is wrong.
     """
     connection = _connection(address)
     headers = {"Authorization": f"Bearer {address.token}", "Host": f"localhost:{address.port or 80}"}

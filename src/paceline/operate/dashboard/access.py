@@ -1,7 +1,7 @@
 """Access rules for the page (token, cookie and Host header), and the ASGI middleware that applies them.
 
 Without these rules, a malicious web site in the same browser could read the page by DNS rebinding. Once the site has
-loaded, its host name is resolved to 127.0.0.1, so that its scripts have the same origin as the page. Only the Host
+loaded, its host name is resolved to 127.0.0.1, so its scripts have the same origin as the page. Only the Host
 header reveals this attack. Each request's Host header is therefore compared with the permitted names first.
 """
 

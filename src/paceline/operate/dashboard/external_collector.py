@@ -145,7 +145,7 @@ class ExternalCollector:
 
 
 class EventFollower:
-    """Incremental reader for the file of a launcher's events.
+    """Incremental reader for a launcher's event file.
 
     Args:
         path: the file, which may not exist yet.
@@ -345,7 +345,7 @@ def _job(directory: Path) -> dict[str, Any]:
 
 
 def _events(directory: Path, ended_s: float, now_s: float) -> Iterator[JobEvent]:
-    """Yields the launcher's events. `now_s` (on the job's clock) and `ended_s` (time of day) denote one instant."""
+    """Yields the launcher's events. `now_s` (job's clock) and `ended_s` (time of day) denote the same instant."""
     for path in files_of_job(directory, EVENTS_FILE):
         formatter = EventFormatter()
         for text in path.read_text(errors="replace").splitlines():

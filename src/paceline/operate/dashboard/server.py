@@ -250,9 +250,9 @@ class DashboardServer:
 
 
 class _RequestErrors(logging.Handler):
-    """Reports exceptions in requests to the page, each on one line, unless the request was cancelled.
+    """Reports exceptions raised while the page's requests are handled, each on one line, except for cancelled requests.
 
-    At most `_MOST_ERRORS` exceptions are reported, because strangers could fill the log with malformed requests. The
+    At most `_MOST_ERRORS` exceptions are reported, because anyone could fill the log with malformed requests. The
     errors of the HTTP library are not reported, because they describe the request.
     """
 

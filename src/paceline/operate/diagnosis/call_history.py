@@ -172,7 +172,7 @@ def _usual(
     if all(count < most for _, count in others):
         return usual, False
     followers = {after for before, after in pairwise(past) if before == past[-1]}
-    # A call that was made only once before may belong to the start of the program, as a first barrier does.
+    # A call that was made only once before may belong to the start of the program, such as an initial barrier.
     repeated = {header for header, count in Counter(past).items() if count > 1}
     for likely in (coming[:1], followers, repeated):
         found = [header for header in counts if header in likely]

@@ -167,7 +167,7 @@ def _arrows(axes: Sequence[_TraceAxis]) -> list[TraceEvent]:
     """Returns an arrow from each send to the matching receive.
 
     Messages between two ranks with the same tag arrive in order. The recordings may begin at different messages, so
-    messages are matched backwards from the last completed one.
+    messages are matched backward from the last completed one.
     """
     ends: dict[_Link, tuple[list[tuple[_TraceAxis, CallRecord]], list[tuple[_TraceAxis, CallRecord]]]] = defaultdict(
         lambda: ([], [])

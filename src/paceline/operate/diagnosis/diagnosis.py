@@ -212,7 +212,7 @@ def _made_by(snapshot: JobSnapshot, group: str, sequence: int) -> dict[CallSigna
 
 
 def _where(snapshot: JobSnapshot, ranks: Sequence[int], group: str, sequence: int) -> str:
-    """Returns the line in the user's program at which all of these ranks made the call, if they share one."""
+    """Returns the line in the user's program at which these ranks made the call, if it is the same for all of them."""
     lines = {line_of_call(rank, group, sequence) for rank in snapshot.ranks if rank.rank in ranks} - {""}
     return f" ({lines.pop()})" if len(lines) == 1 else ""
 
@@ -403,7 +403,7 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
         if found.is_fault and _makes_other_calls(snapshot, by_rank[number], wait):
             doing = f"{found.doing} and is making other calls, most recently {by_rank[number].latest_call}"
             found = AbsenceReason(Cause.BUSY, doing, is_fault=False)
-            by_rank[number] = replace(by_rank[number], since_s=None)  # the time since its latest call says nothing
+            by_rank[number] = replace(by_rank[number], since_s=None)  # the time since its latest call is not meaningful
         start = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; "
         others = [rank for rank in wait.absent if rank != number]
         too = f"; {named(others, snapshot.word)} {verb(len(others), 'have')} not reached it either" if others else ""
@@ -441,14 +441,14 @@ def _thread_error(rank: RankState) -> str:
 
 
 def _makes_other_calls(snapshot: JobSnapshot, rank: RankState, wait: CallWait) -> bool:
-    """Returns True if a rank has made calls for most of the time for which others have been waiting for it."""
+    """Returns True if a rank has been making calls for most of the time that others have been waiting for it."""
     last = rank.latest_call
     waited_s = snapshot.now_s - wait.since_s
     return rank.ending is None and last is not None and last.arrived_s > wait.since_s + 0.5 * waited_s
 
 
 def _destroyed(rank: RankState, wait: CallWait, doing: str) -> str:
-    """Describes a rank that has destroyed the group while others wait for it there; returns "" for other ranks."""
+    """Describes a rank that has destroyed a group in which others wait for it; returns "" for other ranks."""
     seat = rank.seats.get(wait.call.group)
     if seat is None or not seat.is_closed or rank.ending is not None:
         return ""
@@ -490,7 +490,7 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
             "script without it"
         )
         return Diagnosis(Cause.TWICE, wait.waiters, sentence)
-    # While other absent ranks are running, the waiting ranks may turn out to have made a call too many.
+    # While other absent ranks are running, the waiting ranks may turn out to have made one call too many.
     undecided = [each.rank for each in snapshot.ranks if each.rank in wait.absent and each.ending is None]
     last = rank.latest_call
     where = f" ({last.line})" if last is not None and last.line else ""
@@ -539,7 +539,7 @@ def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
 
 
 def _disagreed(snapshot: JobSnapshot) -> Diagnosis | None:
-    """Describes an error on all ranks, which passed different arguments, such as models, to a Paceline object."""
+    """Describes an error that all ranks raised because they passed different arguments to a Paceline object."""
     failed = [
         rank
         for rank in snapshot.ranks

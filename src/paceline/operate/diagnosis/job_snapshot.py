@@ -172,11 +172,11 @@ class ProcessActivity:
 
     @property
     def _only_polls(self) -> bool:
-        """Whether the main thread sleeps and hardly computes when it wakes, so that it was runnable by chance."""
+        """Whether the main thread mostly sleeps and hardly computes, so that it was runnable only by chance."""
         return self.wakes_hz >= 1 and self.cores + self.waited_share < 0.05
 
     def is_busy_at(self, place: StackLocation) -> bool:
-        """Returns True if the process is working. Less activity suffices, for example, while it compiles."""
+        """Returns True if the process is working. Less activity is required while it compiles, for example."""
         works_a_little = self.cores + self.waited_share >= 0.01 and place.activity in (
             "compiles",
             "waits for a child process",

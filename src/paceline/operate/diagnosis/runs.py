@@ -80,7 +80,7 @@ def runs_directory(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def files_of_job(directory: str | os.PathLike[str], pattern: str) -> list[Path]:
-    """Returns the files of a job whose names match a pattern, sorted.
+    """Returns the sorted paths of a job's files that match a pattern.
 
     Searches the job's directory and its subdirectories for attempts and ranks. The directory may also contain one such
     job directory for each machine. Other subdirectories are not searched, because the user may have passed the wrong

@@ -38,7 +38,7 @@ from paceline.operate.diagnosis.slow_links import slow_network
 
 MOST_PROBABLE = 1e-3  # maximum probability that a healthy job is reported to have a straggler
 SMALLEST_SHARE = 0.05  # minimum difference to report, as a fraction of a step without the wait for the last rank
-FEWEST_STEPS = 100  # in fewer steps, a core disturbed for several seconds is indistinguishable from a slow core
+FEWEST_STEPS = 100  # with fewer steps, a core disturbed for several seconds is indistinguishable from a slow core
 _TESTS = 2
 
 _MOST_BLOCKS = 48  # sufficient, because 48 blocks bound the probability for two ranks by 2^-48

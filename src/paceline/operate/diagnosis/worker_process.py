@@ -28,7 +28,7 @@ FILE = "paceline-stack"  # followed by the process id, because a fork inherits i
 
 _PAUSE_S = 0.005
 _MOST_THREADS = 16
-_THREAD_S = 0.1  # time limit for a response from each other thread; most threads have no Python frames
+_THREAD_S = 0.1  # time limit for the response from each of the other threads; most threads have no Python frames
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$')
 _LOADERS = (

@@ -326,7 +326,7 @@ def _spellings() -> list[str]:
 
 
 class VariableText(str):
-    """The value of a PET_* variable, which errors mention by its name."""
+    """The value of a PET_* variable, with the variable's name for error messages."""
 
     name: str
 
@@ -342,7 +342,7 @@ class VariableText(str):
 
 
 def _value(parse: Callable[[str], object], choices: Sequence[str] | None, text: str) -> object:
-    """Parses a value of the command line, or of a variable, which argparse does not compare with the choices."""
+    """Parses a value from the command line or a variable; checks a variable's choices, because argparse does not."""
     if not isinstance(text, VariableText):
         return parse(text)
     try:

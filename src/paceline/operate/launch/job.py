@@ -25,7 +25,7 @@ from paceline.operate.launch.workers.cleanup import MARK
 STDIN = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 """Names of a script that is read from the launcher's stdin."""
 
-_MOST_WORKERS = 1 << 15  # Linux has no more process ids by default
+_MOST_WORKERS = 1 << 15  # the default limit on process ids in Linux
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's default
 _TORCHRUNS_PORT = 29500
@@ -197,7 +197,7 @@ def shutdown_timeout_s(options: argparse.Namespace, environment: Mapping[str, st
 
 
 def _parsed(parse: Callable[[str], _Parsed], text: str, name: str) -> _Parsed:
-    """Parses a value that is not the value of a flag of its own."""
+    """Parses a value that has no flag of its own."""
     try:
         return parse(text)
     except argparse.ArgumentTypeError as error:

@@ -88,7 +88,7 @@ class JobPrediction:
         low_s: the 5th percentile of a step's duration.
         high_s: the 95th percentile of a step's duration.
         variation: the part of the interval from `low_s` to `high_s` due to the measured variation between steps.
-        machine: the part of the interval due to the machine's noise between runs.
+        machine: the part of the interval due to the machine's run-to-run noise.
         network: the part of the interval due to calls that differ from their simulation.
         alone_s: the duration of a step on a rank that runs alone.
         samples_per_s: the total number of samples per second; None if the number of samples per step is unknown.

@@ -59,7 +59,7 @@ class HeatRow:
 
 
 def scaling_curve(predictions: Sequence[JobPrediction]) -> str:
-    """Returns a log-log chart of the rate over the number of ranks, with the predicted interval and the ideal rate."""
+    """Returns a log-log chart of the rate against the number of ranks, with the predicted interval and ideal rate."""
     ranks = [job.ranks for job in predictions]
     rates = [job.ranks / job.step.seconds for job in predictions]
     ideal = [job.ranks / job.alone_s for job in predictions]

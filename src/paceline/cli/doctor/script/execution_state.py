@@ -157,8 +157,8 @@ class ExecutionState:
     ) -> tuple[Flow, PathCondition | None]:
         """Interprets one branch if the result of the test is known, otherwise both; merges the assignments.
 
-        Returns the ways to leave the branches. If only one of two branches continues, also returns the condition of
-        that branch.
+        Returns the ways in which the branches can end. If only one of two branches continues, also returns the
+        condition of that branch.
         """
         truth = test.truth()
         if truth is None and not test.is_computed_by_a_call:  # an enclosing test may have decided it
@@ -189,7 +189,7 @@ class ExecutionState:
                 yield from (replace(condition, text=part) for part in condition.text.split(word))
 
     def run_if(self, condition: PathCondition, run: Callable[[], Flow]) -> Flow:
-        """Interprets a branch, whose events have the condition."""
+        """Interprets a branch, and attaches the condition to the branch's events."""
         depth = len(self.path.conditions)
         self.path.conditions.append(condition)
         try:

@@ -160,7 +160,7 @@ class RankInterpreter:
         return flow
 
     def _statement(self, node: ast.stmt) -> tuple[Flow, PathCondition | None]:
-        """Interprets a statement; returns the ways to leave it, and the condition for reaching the next statement."""
+        """Interprets a statement; returns the ways in which it can end, and the condition for reaching the next one."""
         match node:
             case ast.If():
                 test = self.evaluate(node.test)
@@ -234,7 +234,7 @@ class RankInterpreter:
         return {"next"}, None
 
     def _changed_by_every_iteration(self, target: ast.expr, result: AbstractValue) -> AbstractValue:
-        """Returns the unknown value of a counter, because the body of the loop is interpreted only once."""
+        """Returns an unknown value for a loop counter, because the body of the loop is interpreted only once."""
         is_number = any(isinstance(each.constant, (int, float)) for each in result.each())
         if not self.path.loops or not is_number or result.facts & {Fact.RANK, Fact.WORLD_RANGE}:
             return result
@@ -252,7 +252,7 @@ class RankInterpreter:
                     self.assign(operand, known(False))
 
     def _narrowed(self, test: ast.expr, outcome: bool, run: Callable[[], Flow]) -> Callable[[], Flow]:
-        """Returns a branch that begins with the assumption that the test has this outcome."""
+        """Returns a branch that assumes that the test has this outcome."""
 
         def narrowed() -> Flow:
             training_calls.narrow_wrapped(self.state, test, outcome)
@@ -371,7 +371,7 @@ class RankInterpreter:
         keywords: dict[str, AbstractValue],
         node: ast.AST,
     ) -> AbstractValue:
-        """Calls a value, which may be a function of the script or of a library."""
+        """Calls a value, which may be a function defined in the script or in a library."""
         if callee.alternatives:
             results: list[AbstractValue] = []
             for each in callee.alternatives:
@@ -420,7 +420,7 @@ class RankInterpreter:
         keywords: dict[str, AbstractValue],
         node: ast.AST,
     ) -> AbstractValue:
-        """Interprets a call to a function of the script."""
+        """Interprets a call to a function defined in the script."""
         is_repeated = function.node in self.entered
         self.entered.add(function.node)
         name = getattr(function.node, "name", "lambda")

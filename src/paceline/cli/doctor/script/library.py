@@ -321,7 +321,7 @@ def _unknown(call: LibraryCall) -> AbstractValue:
         call.state.seeded = not facts & {Fact.RANK, Fact.PERHAPS_RANK}
         if call.module != "numpy.random":
             call.state.seeded_by_rank = Fact.RANK in facts and call.module.startswith("torch")
-    if call.name == "random_split":  # the fact is about the indices here, not about the samples
+    if call.name == "random_split":  # here, the fact applies to the indices, not to the samples
         facts -= {Fact.PER_RANK}
         if call.state.seeded_by_rank and call.argument(2, "generator") is None:
             facts |= {Fact.PER_RANK}

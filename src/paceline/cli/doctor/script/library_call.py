@@ -21,7 +21,7 @@ FORKSERVER_IS_DEFAULT = sys.version_info >= (3, 14)
 class LibraryCall:
     """A call to a library function: the function, its arguments, and the state of the calling rank.
 
-    `interpret` calls a function of the script; its arguments are the function, the arguments and the call's node.
+    `interpret` calls a function that the script defines, given the function, the arguments and the call's node.
     """
 
     state: ExecutionState
@@ -84,7 +84,7 @@ class LibraryCall:
         arguments: Sequence[AbstractValue],
         keywords: Mapping[str, AbstractValue] | None = None,
     ) -> AbstractValue:
-        """Interprets a function of the script that the library calls, such as a callback."""
+        """Interprets a function that the script defines and the library calls, such as a callback."""
         return self.interpret(function, list(arguments), dict(keywords or {}), self.node)
 
 
@@ -144,7 +144,7 @@ def sampler_of(loader: AbstractValue) -> AbstractValue | None:
 
 
 def loaders_in(value: AbstractValue) -> list[AbstractValue]:
-    """Returns the data loaders that a loop over the value iterates over."""
+    """Returns the data loaders that a loop over the value reads."""
     return [each for each in value.sources(3) if is_loader(each)]
 
 

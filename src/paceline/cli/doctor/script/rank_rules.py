@@ -248,7 +248,7 @@ def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
         if event.name == "continue":
             later = [each for each in inside if each.line > event.line]
             is_endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant)
-            inside = [] if is_endless and len(later) == len(inside) else later  # the rank repeats, and others wait
+            inside = [] if is_endless and len(later) == len(inside) else later  # the rank loops again; others wait
         if event.guarded or not inside:
             continue
         present = [bool(events) for events in ranks]
@@ -272,7 +272,7 @@ def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def _tests_around(event: TraceEvent) -> tuple[PathCondition, ...]:
-    """Returns the tests around a statement that leaves a loop; other findings cover the loop and earlier statements."""
+    """Returns the tests around a statement that leaves a loop. Other findings cover the loop and earlier statements."""
     loop = event.loops[-1]
     return tuple(
         each for each in event.conditions

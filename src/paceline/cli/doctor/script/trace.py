@@ -40,7 +40,7 @@ class PathCondition:
 
     @classmethod
     def of(cls, node: ast.AST, test: AbstractValue, outcome: bool) -> PathCondition:
-        """Returns the condition that a test at a syntax node has an outcome."""
+        """Returns the condition that the test at a syntax node has this outcome."""
         return cls(node, test.text, outcome, test.facts, test.is_known)
 
     @property
@@ -50,7 +50,7 @@ class PathCondition:
 
     @property
     def is_callback(self) -> bool:
-        """Whether the test is a library call with a callback, which the library may call on some ranks only."""
+        """Whether the test is a library call with a callback, which the library may call on only some of the ranks."""
         return isinstance(self.node, ast.Call) and not self.is_known
 
 
@@ -104,7 +104,7 @@ class ExecutionPath:
     loops: list[tuple[ast.AST, int]] = field(default_factory=list)  # each with the number of conditions around it
     outer_loops: int = 0  # the number of loops around the current function
     without_gradients: int = 0  # the number of contexts that disable gradients
-    without_averages: int = 0  # the number of contexts that skip the average of the gradients
+    without_averages: int = 0  # the number of contexts that skip gradient averaging
     evaluates: bool = False  # whether a model is in evaluation mode
     locks: int = 0  # the number of contexts that run the ranks one after another
 
@@ -196,7 +196,7 @@ class JobTrace:
         return (event for event in trace.of(*kinds) if event.phase == self.phase)
 
     def by_node(self, *kinds: EventKind) -> Iterator[list[list[TraceEvent]]]:
-        """Yields, for every syntax node with such events, the events of each rank."""
+        """Yields, for every syntax node with events of these kinds, the events of each rank."""
         places: dict[ast.AST, list[list[TraceEvent]]] = {}
         for number, trace in enumerate(self.traces):
             for event in trace.of(*kinds):

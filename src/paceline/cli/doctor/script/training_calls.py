@@ -52,7 +52,7 @@ def note_assignment(path: ExecutionPath, owner: AbstractValue, value: AbstractVa
 def note_environment(
     path: ExecutionPath, owner: AbstractValue, key: AbstractValue, value: AbstractValue, node: ast.AST
 ) -> None:
-    """Records an event if the script selects the visible GPUs, or if it is written for one rank."""
+    """Records an event if the script selects the visible GPUs, or sets the rank to a constant."""
     is_constant = value.is_known and not value.facts
     if owner.last_name == "environ" and key.constant in ("RANK", "LOCAL_RANK") and is_constant:
         path.record("init", "alone", node)
@@ -69,7 +69,7 @@ def note_use(path: ExecutionPath, value: AbstractValue, node: ast.AST) -> None:
 
 
 def narrow_wrapped(state: ExecutionState, test: ast.expr, outcome: bool) -> None:
-    """Restricts a model that may be wrapped to the alternatives that `hasattr` or `isinstance` leave."""
+    """Narrows a possibly wrapped model to the alternatives that a `hasattr` or `isinstance` test allows."""
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             narrow_wrapped(state, operand, not outcome)
@@ -171,7 +171,7 @@ def _open(call: LibraryCall) -> AbstractValue | None:
     if path is None or mode is None or not isinstance(mode.constant, str) or not set("wxa") & set(mode.constant):
         return None
     if is_method and not re.search("path|file|dir", path.text, re.I):
-        return None  # an unrelated method, such as `save` of an image
+        return None  # an unrelated method, such as an image's `save`
     call.record("write", f'open(..., "{mode.constant}")', path)
     return AbstractValue(f"file {path.text}", called="open", arguments=(path,), facts=path.inherited())
 

@@ -45,7 +45,7 @@ _LONGEST_TEXT = 160
 
 @dataclass(eq=False)
 class FunctionObject:
-    """A function or a lambda of the script, with the variables that it can read."""
+    """A function or a lambda in the script, with the variables that it can read."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     scopes: tuple[dict[str, AbstractValue], ...]
@@ -77,7 +77,7 @@ class FunctionObject:
 
 @dataclass(eq=False)
 class ClassObject:
-    """A class of the script."""
+    """A class defined in the script."""
 
     node: ast.ClassDef
     members: dict[str, AbstractValue]
@@ -93,7 +93,7 @@ class ClassObject:
         return None
 
     def parent(self) -> ClassObject:
-        """Returns a class with the members that the class inherits, as `super` provides them."""
+        """Returns a class that has only the inherited members, as `super` provides them."""
         bases = [base.class_object for base in self.bases if base.class_object is not None]
         return ClassObject(self.node, {}, tuple(AbstractValue("", class_object=base) for base in bases))
 
@@ -367,7 +367,7 @@ def unary(op: ast.unaryop, operand: AbstractValue) -> AbstractValue:
 
 
 def boolean(op: ast.boolop, values: list[AbstractValue]) -> AbstractValue:
-    """Returns the result of `and` or `or` with these operands; further operands have no influence on the result."""
+    """Returns the result of `and` or `or` with these operands; further operands do not affect the result."""
     stops_at = isinstance(op, ast.Or)
     decided = next((value for value in values if value.truth() is stops_at), None)
     facts = frozenset().union(*(value.facts for value in values)) - {Fact.OPAQUE}

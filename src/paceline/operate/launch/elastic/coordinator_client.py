@@ -157,7 +157,7 @@ class CoordinatorClient:
             self._listen_to(connection)
 
     def announce_at(self, address: tuple[str, int]) -> None:
-        """Starts to announce the running job at the rendezvous address; see `RunningJobAnnouncer`."""
+        """Starts announcing the running job at the rendezvous address; see `RunningJobAnnouncer`."""
         self._announcer = RunningJobAnnouncer(address, self._secret, self.running, self._standby.is_here)
 
     def fileno(self) -> int:
@@ -215,7 +215,7 @@ class CoordinatorClient:
         return wire
 
     def _on_order(self, wire: ServerConnection, order: Order) -> None:
-        """Handles an order. Views that it contains are recorded before they are forwarded to workers."""
+        """Handles an order. Any view in the order is recorded before it is forwarded to workers."""
         with self._changing:
             if self._wire is not wire or self._is_over:
                 return

@@ -217,7 +217,7 @@ def _join_cgroup(directory: str | None) -> None:
 
 
 def _record_exit(path: str) -> None:
-    """Registers the last exit handler, which records that the script has ended. Later crashes are not its fault."""
+    """Registers the last exit handler. It records that the script has ended, so later crashes are not blamed on it."""
     import atexit
     from os import getpid  # the script may have redefined `os`, because it shares this namespace
 

@@ -26,8 +26,8 @@ from paceline.operate.launch.option_types import Streams, streams_of
 from paceline.operate.launch.workers.terminal import Rows, Screen
 
 _COLORS = (36, 33, 35, 32, 34, 31)
-_LONGEST_LINE = 1 << 22  # longer lines are divided, which limits the memory for output without newlines
-_LONGEST_DRAWN_LINE = 1 << 16  # the same for lines with control characters, each of which copies the line
+_LONGEST_LINE = 1 << 22  # longer lines are split, which limits the memory for output without newlines
+_LONGEST_DRAWN_LINE = 1 << 16  # the same for lines with control characters; each of these characters copies the line
 _PATIENCE_S = 0.2
 _LINES_IN_VIEW = 40  # approximate height of a terminal
 _LINES_COMPARED = 6

@@ -38,7 +38,7 @@ from paceline.operate.launch.workers.worker import allow_descriptors, bootstrap_
 from paceline.operate.launch.workers.worker_group import WorkerGroup, WorkerSpec
 
 _MANY_A_CORE = 8
-# Variables of tools that observe an interpreter from its start.
+# Variables for tools that observe an interpreter from its start.
 _OBSERVERS = (
     "COVERAGE_PROCESS_CONFIG",
     "COVERAGE_PROCESS_START",

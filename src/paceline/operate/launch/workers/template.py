@@ -40,7 +40,7 @@ def main() -> None:
     from paceline.operate.launch.workers import bootstrap
 
     bootstrap.die_with_parent(launcher)
-    gc.disable()  # garbage collection would take a tenth as long as importing torch
+    gc.disable()  # garbage collection would add 10 % to the time for importing torch
     with suppress(ImportError):  # the C++ core was built for another Python; workers that need the core report that
         import_module("paceline.comm.rendezvous.rendezvous")  # every worker needs this slow import
 
@@ -79,7 +79,7 @@ def main() -> None:
     for fd in streams[3:]:
         os.environ[CHANNEL] = str(fd)
     if command["cores"] is not None:
-        with suppress(OSError):  # this process may no longer use the cores
+        with suppress(OSError):  # this process may no longer be allowed to use the cores
             os.sched_setaffinity(0, command["cores"])
     _reset_modules()
     while os.getppid() != launcher:  # waits until the intermediate process has exited
