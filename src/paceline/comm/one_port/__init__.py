@@ -1,4 +1,4 @@
-"""One TCP port for all services on a machine: the rendezvous, stores, links between ranks, transfers and copies.
+"""One TCP port for all services on a machine: rendezvous, stores, links, state transfers and checkpoint copies.
 
 A *multiplexer* listens on the port. Each service requests a *number* from the multiplexer instead of opening its own
 port, and each connection begins with the number of its service. The multiplexer passes the connection's descriptor to
