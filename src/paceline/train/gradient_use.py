@@ -18,7 +18,7 @@ _USED = "_paceline_used"
 
 
 class GradientUse:
-    """Marks gradients as used, by means of a step hook that runs for all optimizers in this process.
+    """Marks gradients as used, with a step hook that runs for all optimizers in this process.
 
     Attributes:
         has_seen_step: whether an optimizer has stepped since the first call to `follow`.

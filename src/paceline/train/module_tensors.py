@@ -36,7 +36,7 @@ def is_compiled(module: object) -> bool:
 
 
 def uncompiled_key(module: nn.Module, key: str) -> str:
-    """Returns the name that a tensor of a module has if neither the module nor a submodule is compiled.
+    """Returns the name that a tensor in a module has if neither the module nor a submodule is compiled.
 
     Args:
         module: the module.
@@ -104,7 +104,7 @@ def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: int = 0) -> None:
-    """Copies the root's values to all ranks; dtypes and memory layouts are arbitrary."""
+    """Copies the root's values to all ranks. The tensors may have any dtypes and memory layouts."""
     plain = [tensor for tensor in tensors if is_plain(tensor)]
     for together in by_device(plain):
         group.broadcast(byte_views(together), root)

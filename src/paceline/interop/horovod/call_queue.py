@@ -113,7 +113,8 @@ class _Header:
         is_awaited: Whether the rank's program is waiting for this call or a later one and therefore cannot start
             others.
         since: The number of header exchanges before the rank called `join`.
-        time_ns: The time of the call to `join` in ns. Together with `since`, it determines which rank joined last.
+        time_ns: The time of the call to `join`, in nanoseconds. Together with `since`, it determines which rank joined
+            last.
     """
 
     kind: int
@@ -359,7 +360,7 @@ class CallQueue:
             return request.is_awaited or any(waiting.is_awaited for waiting in self._waiting)
 
     def _make_barrier_before(self, request: CallRequest[Result]) -> None:
-        """Executes the barrier that other ranks are waiting in, unless this rank's program is waiting for `request`."""
+        """Executes the barrier that other ranks wait for, unless this rank's program is waiting for `request`."""
         limit_s = to_seconds(self.group.timeout)
         with self._condition:
             is_decided = self._condition.wait_for(

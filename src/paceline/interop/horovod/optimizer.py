@@ -311,16 +311,18 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> AnyOptimizer:
-    """Returns an optimizer with the parameters and state of `optimizer` that averages gradients over the ranks.
+    """Returns an optimizer that averages gradients over the ranks, with the parameters and state of `optimizer`.
 
     Args:
         optimizer: The optimizer to replace; do not use it afterward.
         named_parameters: `model.named_parameters()`; must include every parameter in the optimizer. Parameters that are
-            added to the optimizer or unfrozen later are reduced as well; every rank must do this before the same step.
+            added to the optimizer or unfrozen later are reduced as well; every rank must add or unfreeze them before
+            the same step.
         compression: `Compression.none`, or `Compression.fp16` to reduce in half precision.
         backward_passes_per_step: The number of backward passes to accumulate before a reduction.
         op: `Average` (the default) or another reduction.
-        gradient_predivide_factor: A factor by which gradients are divided before the sum and multiplied after it.
+        gradient_predivide_factor: A factor by which gradients are divided before the sum and by which the sum is
+            multiplied.
         num_groups: Ignored, because gradients are always reduced in buckets.
         groups: A list of parameter groups or a number of groups. It is validated but has no other effect.
         sparse_as_dense: Whether to convert sparse gradients to dense gradients before the reduction.

@@ -9,8 +9,8 @@
   addresses, rank 0 serves a store, as without a launcher.
 - `request_store_for_clients`: the launcher's store only starts listening on request. A program that creates a client at
   MASTER_PORT itself, with `TCPStore`, requests the store with its first attempt to connect.
-- `record_store_waits`: a program that waits for a key in a store makes no call that is recorded. The replacements for
-  the store's methods record the key of a long wait, so that the launcher can report it.
+- `record_store_waits`: a program's wait for a key in a store is not a recorded call. The replacements for the store's
+  methods record the key of a long wait, so that the launcher can report it.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_called_by_main_program() -> bool:
-    from paceline.comm.record.spans import is_called_by_main_program  # imported late, as `import torch` loads this file
+    from paceline.comm.record.spans import is_called_by_main_program  # late, because `import torch` loads this file
 
     return is_called_by_main_program()
 

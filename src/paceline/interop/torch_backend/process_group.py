@@ -63,7 +63,7 @@ Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
 class AbortHooks:
-    """User functions that run once before a failed group is aborted. Concurrent callers wait until they are done."""
+    """User functions that run once before a failed group is aborted. Concurrent callers wait for the functions."""
 
     def __init__(self) -> None:
         self._hooks: dict[int, Callable[[], None]] = {}
@@ -674,7 +674,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return str(self._handle)
 
     def reconfigure(self, opts: Any) -> TorchWork:
-        """Replaces the ranks in the group by those with the given handles. All of these ranks must call this.
+        """Replaces the ranks in the group with those that have the given handles. All of these ranks must call this.
 
         Pending calls on the former group fail on all of its ranks. If `reconfigure` fails, the group has no connections
         until a later `reconfigure` with a different `uuid` succeeds.

@@ -166,7 +166,7 @@ def _begin_on_one(root: Root, step: int | None, nbytes: int, channel: Collective
 def _digests_of(captured: CapturedState, *, has_others: bool) -> dict[str, str]:
     """Returns the digests of everything that may differ between ranks, by name.
 
-    Each tensor is hashed on its device. Without other ranks, tensors are not hashed.
+    Each tensor is hashed on its device. If there are no other ranks, tensors are not hashed.
 
     Raises:
         TypeError: a value cannot be saved.
@@ -241,7 +241,7 @@ def _settle_replicas(captured: CapturedState, digests: Sequence[Mapping[str, str
     Rank 0 warns if the states differ.
 
     Args:
-        captured: the state of this rank, to which the states are added.
+        captured: this rank's captured state, to which the states of its modules and optimizers are added.
         digests: the digests of each rank's modules and optimizers, by name.
     """
     differing = []
@@ -264,7 +264,7 @@ def _settle_objects(captured: CapturedState, digests: Sequence[Mapping[str, str]
     """Decides for each object whether to save one state for all ranks or a separate state for each rank.
 
     Args:
-        captured: the state of this rank, to which the objects' values and tensors are added.
+        captured: this rank's captured state, to which the objects' values and tensors are added.
         digests: the digests of each rank's objects, by name.
     """
     for name, known in captured.objects.items():

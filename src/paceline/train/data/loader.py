@@ -74,7 +74,7 @@ class StatefulLoader(Generic[Sample]):
     - `skip(n)` on the dataset returns a dataset without the first n samples. The loader calls it to resume an epoch;
       without this method, the loader reads earlier samples again or skips them with `advance`.
     - `state_dict` and `load_state_dict` on the dataset or its iterator save and restore the position, if
-      `dataset_state` is True. Resuming an epoch then reads at most one step again.
+      `dataset_state` is True. Resuming an epoch then re-reads at most one step.
 
     If the dataset has a method `set_epoch`, every process that reads the dataset, including workers, calls this method
     with the epoch before each pass.

@@ -16,7 +16,7 @@ from paceline.train.data.epoch_order import epoch_order
 
 
 class DistributedSampler(Sampler[int]):
-    """Yields the indices of one rank's part of `dataset`, in the same sequence as torch's DistributedSampler.
+    """Yields the indices of one rank's part of `dataset`, in the same order as torch's DistributedSampler.
 
     All ranks get the same number of samples: the first samples are repeated or, with `drop_last`, the last samples are
     skipped. Call `set_epoch` before each epoch; without it, every epoch has the same order. A program that never calls

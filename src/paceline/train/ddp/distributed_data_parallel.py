@@ -103,8 +103,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             times. If None, inputs are passed to the module unchanged, and the module's layers can be on any devices.
         output_device: the device on which the outputs of several devices are concatenated; if None, the first device.
         dim: the dimension along which the batch is split between the devices.
-        broadcast_buffers: the older name of `forward_sync_buffers`. False additionally disables the copy of buffers
-            when the module is wrapped.
+        broadcast_buffers: the older name of `forward_sync_buffers`. False additionally disables copying buffers when
+            the module is wrapped.
         init_sync: whether wrapping compares the models across ranks and copies rank 0's model to all ranks. If False,
             the models must already be equal.
         process_group: the process group of the ranks; if None, the default group.
@@ -592,7 +592,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Returns True if the next forward pass may copy buffers; False within `no_sync`."""
+        """Returns True if the next forward pass can copy buffers; False within `no_sync`."""
         return self.require_backward_grad_sync
 
     @property
@@ -627,7 +627,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
-        """Returns True if a forward pass would copy buffers now; False in evaluation mode and within `no_sync`."""
+        """Returns True if a forward pass now would copy buffers; False in evaluation mode and within `no_sync`."""
         syncs = self.require_backward_grad_sync and self.forward_sync_buffers and self.training
         return syncs and bool(self._watched.current_buffers())
 

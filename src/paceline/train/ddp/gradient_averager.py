@@ -265,7 +265,7 @@ class GradientAverager:
         """Averages the gradients once more, after another backward pass (REPEATING in `reducer.py`).
 
         If gradients are missing, the average includes only gradients that at least one rank has. A rank without any
-        gradient does not call a collective, because it may be the only rank with this backward pass, such as a
+        gradient does not call a collective, because it may be the only rank that runs this backward pass, such as a
         `torch.autograd.grad` call for other tensors.
         """
         if self._find_unused or not self.gradients.are_incomplete():

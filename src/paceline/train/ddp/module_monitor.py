@@ -55,7 +55,7 @@ class ModuleStructure:
         return list(chain.from_iterable(table.values() for table in self._tables))
 
     def is_unchanged(self) -> bool:
-        """Returns True if all recorded parameters and submodules are still the same objects, and none was added."""
+        """Returns True if all recorded parameters and submodules are still the same objects, and none were added."""
         return not any(self._empty) and self._ids == list(map(id, self._list_members()))
 
     def buffers(self) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ def apply_optimizer_in_backward(
     """Gives each parameter its own optimizer, which steps inside backward and frees the gradient immediately.
 
     If the module is wrapped in `DistributedDataParallel` afterward, the optimizers step when backward ends, with the
-    averaged gradients; backward passes within `no_sync` only accumulate. Do not call `step` or `zero_grad`.
+    averaged gradients; backward passes within `no_sync` only accumulate gradients. Do not call `step` or `zero_grad`.
 
     Args:
         optimizer_class: the class of the optimizers; it is called with a list of one parameter and `optimizer_kwargs`.
@@ -30,7 +30,7 @@ def apply_optimizer_in_backward(
         optimizer_kwargs: the keyword arguments for the optimizers, such as `{"lr": 0.1}`.
 
     Raises:
-        ValueError: a parameter already has an optimizer in backward.
+        ValueError: a parameter already has an optimizer that steps inside backward.
     """
     for param in params:
         if hasattr(param, _OPTIMIZERS):

@@ -177,8 +177,8 @@ class ParticipantPolicy(Protocol):
 class WaitForAll:
     """Waits for all ranks that have not finished.
 
-    A rank that has arrived starts sending its tensors while the ranks report their arrivals in `group`, which is used
-    for nothing else.
+    A rank that has arrived starts sending its tensors while the ranks report their arrivals through `group`, which is
+    used for nothing else.
     """
 
     def __init__(self, group: ProcessGroup, mailbox: ExchangeMailbox) -> None:

@@ -28,7 +28,7 @@ from paceline.train.logical_shards.tree_sum import Node, is_tree_over_ranks, nod
 
 
 class BatchAssignment(msgspec.Struct, frozen=True, array_like=True):
-    """The members, by rank, that share a batch. The batch is identified by its first round."""
+    """The members that share a batch, by rank. The batch is identified by its first round."""
 
     round: int
     members: tuple[str, ...]

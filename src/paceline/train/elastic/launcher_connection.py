@@ -120,7 +120,8 @@ class LauncherConnection:
     def await_view(self, after: int, accepts: Callable[[View], bool]) -> View | ExitRequest:
         """Waits for a view later than `after` for which `accepts` returns True, or for the order to exit.
 
-        During a long wait, each reason that the launcher sends is printed once. The launcher enforces the deadlines.
+        During a long wait, each reason for waiting that the launcher sends is printed once. The launcher enforces the
+        deadlines.
 
         Raises:
             LauncherLostError: The launcher has exited.

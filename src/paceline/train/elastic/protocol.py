@@ -31,7 +31,7 @@ class _WorkerMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class WorkerReady(_WorkerMessage, frozen=True):
-    """The worker has built its model and requests to join. It has no state that others may copy.
+    """The worker has built its model and requests to join. It has no state that others could copy.
 
     Attributes:
         fingerprint: A string that is identical on all workers whose results are bitwise equal.
@@ -87,7 +87,7 @@ class LoopFinished(_WorkerMessage, frozen=True):
 
 
 class View(_WorkerMessage, frozen=True):
-    """The workers that now train together.
+    """The workers that currently train together.
 
     Attributes:
         generation: The view number, larger than that of any earlier view.
@@ -221,7 +221,7 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @property
     def members(self) -> list[str]:
-        """The members of all the views, in order of their names."""
+        """The members of all the views, sorted by name."""
         return sorted({uid for view in self.views for uid in view.members})
 
     def allows(self, reached: Iterable[str]) -> bool:

@@ -66,7 +66,7 @@ class StepBatches(list[ShardBatch]):
         return StepBatches([], self._read)
 
     def of(self, shard: int) -> ShardBatch | None:
-        """Returns a shard's batch, reading it if it is not in this list, or None if the shard has no samples."""
+        """Returns a shard's batch, or None if the shard has no samples. Reads the batch if it is not in this list."""
         return self._own[shard] if shard in self._own else self._read(shard)
 
 

@@ -2,11 +2,11 @@
 
 The tree combines neighboring shards pairwise, like the core's tree over ranks: ((0 + 1) + (2 + 3)) + ((4 + 5) + ...). A
 node covers a run of consecutive shards, and its value does not depend on the rank that computes it. The core adds the
-values in place if each rank has one node, the tree over these nodes is the pairwise tree over ranks, and the engine
-supports that order (see `ProcessGroup.sums_as_tree`). Otherwise each rank adds one slice of the values, and all ranks
-gather the slices. This sends as many bytes as an all-reduce. A plain all-reduce would not suffice, because most engines
-do not add in tree order, and some round half-precision sums only once at the end, which differs from rounding at each
-node.
+values in place if each rank has exactly one node, if the tree over these nodes is the pairwise tree over ranks, and if
+the engine supports that order (see `ProcessGroup.sums_as_tree`). Otherwise, each rank adds one slice of the values, and
+all ranks gather the slices. This sends as many bytes as an all-reduce. A plain all-reduce would not suffice, because
+most engines do not add in tree order, and some round half-precision sums only once at the end, which differs from
+rounding at each node.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class SharedParameters:
 
 
 def private_parameters_of(module: nn.Module) -> AbstractContextManager[None]:
-    """Returns `SharedParameters.private` for a module, or a context without effect if its parameters are not shared.
+    """Returns `SharedParameters.private` for a module, or a context that does nothing if its parameters are not shared.
 
     All ranks must enter the context.
     """

@@ -76,7 +76,7 @@ def slice_of(parameter: torch.Tensor) -> WeightSlice | None:
 Gradients = tuple[torch.Tensor | None, ...]
 
 WHOLE = None
-"""The layout of an activation that is replicated; an integer layout is the dimension along which it is divided."""
+"""The layout of a replicated activation. The layout of a divided one is the dimension along which it is divided."""
 Layout = int | None
 
 

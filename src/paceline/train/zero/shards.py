@@ -203,7 +203,7 @@ class Shard:
             self.master.grad = None
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
-        """Accumulates into the run's gradient, which has separate memory from the parameter's gradient."""
+        """Accumulates into the run's gradient, which does not share memory with the parameter's gradient."""
         assert self.updated is not None
         if self.updated.grad is None:
             self.updated.grad = gradient.detach().clone()

@@ -341,7 +341,7 @@ class PickledStorage(PickledRecord):
     """A reference to the memory of a tensor.
 
     Attributes:
-        key: the name of the record with the memory.
+        key: the name of the record that contains the memory.
         nbytes: the size of the memory in bytes.
         itemsize: the size of an element in bytes.
     """
@@ -367,7 +367,7 @@ def require_sound_torch_file(file: BinaryIO, path: str) -> bool:
 
     Raises:
         CheckpointDamagedError: the file is truncated or inconsistent.
-        CheckpointError: the file contains something that no state contains, such as a nested tensor.
+        CheckpointError: the file contains something that does not occur in states, such as a nested tensor.
     """
     try:
         is_zip = file.read(2) == b"PK"

@@ -315,7 +315,7 @@ def export(
     except OSError as error:
         raise storage_error("write", storage, path.name, error) from error
     finally:
-        storage.remove(written)  # the temporary file exists only after an error
+        storage.remove(written)  # the temporary file still exists only after an error
     return len(header) + total
 
 

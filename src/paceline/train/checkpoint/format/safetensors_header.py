@@ -112,7 +112,7 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
 
 
 def length_of(beginning: bytes | bytearray) -> int:
-    """Returns the length of a file's header in bytes, given the first 8 bytes of the file. The length includes them.
+    """Returns the length of a file's header in bytes, given the first 8 bytes of the file, which it includes.
 
     Raises:
         ValueError: the file is not a safetensors file.

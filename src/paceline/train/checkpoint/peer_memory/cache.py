@@ -73,7 +73,7 @@ def available_nbytes(root: Path = Path("/")) -> int:
 
 
 def _left_by_cgroups(root: Path) -> Iterator[int]:
-    """Yields the number of bytes still available in each of this process's cgroups that has a limit."""
+    """Yields, for each cgroup of this process that has a limit, the number of bytes still available."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -96,7 +96,7 @@ class CoordinatorSearch:
 
     Attributes:
         me: The launcher's machine number.
-        timeout_s: The time after which the search is given up, in seconds.
+        timeout_s: The time in seconds after which the launcher gives up the search.
         chance: A function that returns random numbers between 0 and 1.
         is_seeking: Whether the search is in progress.
         answers: The result of the latest attempt to follow each machine, by machine number.

@@ -185,7 +185,7 @@ def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: floa
 
 
 def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
-    """Returns the orders that complete the handover, or None while the successor is neither a candidate nor late."""
+    """Returns the orders that complete the handover, or None until the successor is a candidate or is late."""
     successor = retirement.successor
     assert successor is not None
     stands = not successor.is_reachable or successor.has_left  # a successor disconnects before its candidacy

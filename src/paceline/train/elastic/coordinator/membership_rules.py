@@ -33,7 +33,7 @@ _REMEMBERED = 16  # number of transfers whose offers are kept
 
 
 def finish_job(job: ElasticJob, now_s: float) -> None:
-    """Ends the job once a worker has finished and no worker is left that the job must wait for."""
+    """Ends the job once a worker has finished and the job need not wait for any other worker."""
     finished = job.finished
     if not finished:
         return

@@ -59,7 +59,7 @@ class Views:
 
         A planned view removes members of the base only after all members of the planned view have entered it.
         """
-        team = sorted(members, key=lambda member: member.uid)  # ranks do not depend on the order of requests
+        team = sorted(members, key=lambda member: member.uid)  # so that ranks do not depend on the order of requests
         names = tuple(member.uid for member in team)
         previous = 0 if self.latest is None else self.latest.generation
         view = View(self.next_number(), names, is_planned, must_wait, self.store, previous)

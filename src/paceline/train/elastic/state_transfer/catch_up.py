@@ -186,7 +186,7 @@ class RemoteLog:
     def _get_from(self, sender: Connection, round_number: int) -> tuple[LogItem, Values]:
         sender.sendall(REQUEST.pack(RequestKind.ITEM, round_number, self._generation, self._steps))
         for other in self._senders[1:]:
-            with contextlib.suppress(OSError):  # a lost sender is detected when it is needed
+            with contextlib.suppress(OSError):  # the loss of a sender is detected when the sender is needed
                 other.sendall(REQUEST.pack(RequestKind.FORGET, round_number, 0, self._steps))
         while True:
             while not select.select([sender], [], [], _LOOK_S)[0]:

@@ -1,8 +1,8 @@
 """The messages between a receiver and a sender's child, and the division of a snapshot into chunks.
 
 Both ends first prove that they hold the job's secret. A request is a struct of fixed size. A response is a frame that
-consists of the length of its head, the number of further results at the sender, the head (msgpack), and a body whose
-length is in the head.
+consists of the length of its head, the number of later results that the sender has, the head (msgpack), and a body
+whose length is in the head.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def send_head(connection: Connection, head: FrameHead, ahead: int = 0) -> None:
 
 
 def receive_head(connection: Connection) -> tuple[FrameHead, int]:
-    """Receives a frame up to its body; returns the head and the number of further results at the sender.
+    """Receives a frame up to its body; returns the head and the number of later results that the sender has.
 
     Raises:
         BrokenTransferError, OSError: The sender disconnected, or sent an invalid frame.

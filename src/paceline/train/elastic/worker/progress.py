@@ -107,7 +107,7 @@ class ShardAssignment:
         self.deal = agreed.deal if any(status.held for status in statuses) else deal_runs(self.counts)
 
     def adapt(self, shard_ns: Sequence[int]) -> bool:
-        """Adapts later rounds to each rank's time per shard; returns whether that changes the counts."""
+        """Adapts later rounds to each rank's time per shard; returns whether the counts have changed."""
         counts = fair_counts(self._shards, shard_ns, self.counts)
         has_changed = counts != self.counts
         self.counts = counts
@@ -131,7 +131,7 @@ class WorkerProgress:
 
     Attributes:
         shards: The number of shards in a step.
-        number: The next round, or FRESH for a worker without state.
+        number: The next round's number, or FRESH for a worker without state.
         assignments: The assignments of batches to members.
         shard_assignment: The assignment of shards to members.
         mine: The partial sums that this worker has computed in this round.

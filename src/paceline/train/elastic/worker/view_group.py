@@ -32,7 +32,7 @@ from paceline.train.elastic.launcher_connection import LauncherConnection
 from paceline.train.elastic.protocol import View
 
 _FORMING_S = 60.0
-_HEAD_START_S = 5.0  # time for which members continue training while the group of the next view forms
+_HEAD_START_S = 5.0  # time for which members continue training while the next view's group is being formed
 
 
 class ViewGroup:
@@ -67,7 +67,7 @@ class ViewGroup:
     def is_due(self) -> bool:
         """Whether the formation has completed, has failed, or has taken longer than a fixed time.
 
-        After that time, this worker is ready to enter the view in any case. If the other members are unreachable, the
+        After that time, this worker is ready to enter the view regardless. If the other members are unreachable, the
         worker reports this when it enters.
         """
         is_over = self._thread is None or not self._thread.is_alive()

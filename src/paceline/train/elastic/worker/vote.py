@@ -79,7 +79,7 @@ class OutvotedError(PacelineError):
 
 
 class OthersOutvotedError(PacelineError):
-    """Raised if another member was outvoted and exits. The round is not committed, but repeated without it."""
+    """Raised if another member was outvoted and exits. The round is repeated without that member."""
 
 
 class Ballot(NamedTuple):

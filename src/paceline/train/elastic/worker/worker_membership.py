@@ -288,7 +288,7 @@ def warm_up() -> None:
     """Computes a product and its gradient, which initializes torch's libraries.
 
     The first call in a process takes several milliseconds, even in a forked process. The sizes do not matter, and no
-    random number is drawn.
+    random numbers are drawn.
     """
     with torch.inference_mode(False), torch.enable_grad():
         weight = torch.zeros(8, 8, dtype=torch.float32, device="cpu", requires_grad=True)
