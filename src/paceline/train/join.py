@@ -160,7 +160,7 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """Announces a step of this rank; a joinable calls this method before its own collectives in the step.
+        """Announces a step on this rank; a joinable calls this method before its own collectives in the step.
 
         Returns:
             The `Work` of the collective that counts active ranks, if `joinable` is the first one in the context;

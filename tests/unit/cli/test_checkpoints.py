@@ -126,7 +126,7 @@ def test_foreign_files_are_shown_and_compared(tmp_path, command):
     torch.save({"model": {"w": torch.ones(2), "v": torch.zeros(3)}, "epoch": 3}, tmp_path / "a.pt")
     torch.save({"model": {"w": torch.ones(2) + 2, "v": torch.zeros(4)}, "epoch": 3}, tmp_path / "b.pt")
     code, text = command("inspect", tmp_path / "a.pt")
-    assert code == 0 and "a.pt (a file of torch.save): 2 tensors" in text and "  epoch = 3" in text
+    assert code == 0 and "a.pt (a torch.save file): 2 tensors" in text and "  epoch = 3" in text
     code, text = command("diff", tmp_path / "a.pt", tmp_path / "b.pt")
     assert code == 1 and text.splitlines() == [
         "model/v: float32 [3] and float32 [4]",

@@ -1,4 +1,4 @@
-"""Migration of Python files: detection, selection of the mode, and rewriting.
+"""Migration of Python files: detection, mode selection, and rewriting.
 
 LibCST takes about 0.3 s to parse a thousand lines; Python's own parser takes a few milliseconds and is used to skip
 the many files that need no migration. All files in a program use the same mode, because they share a process group.

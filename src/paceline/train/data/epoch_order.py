@@ -37,8 +37,7 @@ class BatchSharding(NamedTuple):
     few samples remain for a full step, `remainder` determines what happens to them:
 
     - "share": The samples are divided as evenly as possible. Ranks without a sample skip the step.
-    - "repeat": The samples are divided as with "share", and each rank without a sample repeats a sample of another
-      rank.
+    - "repeat": The samples are divided as with "share", and each rank without a sample repeats another rank's sample.
     - "drop": The samples are skipped.
     """
 
@@ -126,7 +125,7 @@ def length_of(dataset: Dataset[Any]) -> int:
 
 @dataclass(frozen=True)
 class RemainingSamples:
-    """The unused places of an epoch: the places in `range(position, length)`, followed by returned places.
+    """The unused places in an epoch: those in `range(position, length)`, followed by returned places.
 
     >>> rest = RemainingSamples(position=6, length=8, returned=(2, 3))
     >>> rest.places(1, 4), rest.after(3)

@@ -91,7 +91,7 @@ class StatefulLoader(Generic[Sample]):
             rank at the start of each iteration.
         remainder: the handling of the last samples if they do not fill a step. "share" divides them; if there are fewer
             samples than ranks, some ranks have one step fewer. "repeat" divides them, and each rank without a sample
-            repeats a sample of another rank. "drop" skips them.
+            repeats another rank's sample. "drop" skips them.
         dataset_state: whether to save the state of the stream with each position and resume from it. The state must be
             exact: after loading a state that was saved after n samples, any process must continue with sample n.
             Workers send the state with each batch, so the state should be small.

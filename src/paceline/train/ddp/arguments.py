@@ -164,7 +164,7 @@ def choose_wire(
         wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the
             parameters allow it.
         group: the process group of the ranks.
-        excluded: arguments that are incompatible with `wire`, each with a flag that is True if the argument was given.
+        excluded: the arguments that are incompatible with `wire`, each paired with whether it was given.
         params: the trained parameters by name.
 
     Raises:

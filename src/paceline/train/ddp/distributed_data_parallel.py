@@ -720,7 +720,7 @@ class UnevenSteps:
         self._group = averager.group
 
     def announce(self, averages: bool, sends_buffers: bool) -> int:
-        """Announces a step of this rank to all ranks, and returns the rank whose buffers are copied."""
+        """Announces a step on this rank to all ranks, and returns the rank whose buffers are copied."""
         step = self._exchange(True, averages, sends_buffers)
         return step.sends_buffers.index(True) if any(step.sends_buffers) else 0
 

@@ -275,7 +275,7 @@ def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[i
 class DcpDirectory:
     """A directory written by DCP. Objects are read when the directory is opened, and tensors are read on demand."""
 
-    kind = "a directory of torch.distributed.checkpoint"
+    kind = "a torch.distributed.checkpoint directory"
 
     def __init__(self, path: Path) -> None:
         """Reads the directory's metadata and its objects.

@@ -78,7 +78,7 @@ def open_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint | None:
         if beginning.startswith(_PICKLE):  # a safetensors file whose header has 128 bytes also begins with this byte
             return TorchFile(where)
         raise CheckpointError(
-            f"{where} is neither a checkpoint of Paceline, nor a file of torch.save or safetensors: it begins with "
+            f"{where} is neither a Paceline checkpoint nor a torch.save or safetensors file: it begins with "
             f"{beginning!r}"
         ) from None
     return SafetensorsFile(where)
@@ -139,7 +139,7 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
 class TorchFile:
     """A file written by torch.save. Its tensors are mapped into memory if its format allows that."""
 
-    kind = "a file of torch.save"
+    kind = "a torch.save file"
 
     def __init__(self, path: Path) -> None:
         """Reads the file's structure.
@@ -178,7 +178,7 @@ def _load(path: Path) -> object:
     except CheckpointError:
         raise
     except Exception as error:  # loading a damaged pickle can raise any exception
-        raise CheckpointDamagedError(f"{path} cannot be read as a file of torch.save: {error}") from error
+        raise CheckpointDamagedError(f"{path} cannot be read as a torch.save file: {error}") from error
 
 
 def _load_mapped(path: Path) -> object:

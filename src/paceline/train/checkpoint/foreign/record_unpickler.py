@@ -391,7 +391,7 @@ def require_sound_torch_file(file: BinaryIO, path: str) -> bool:
     except (ValueError, zipfile.BadZipFile, struct.error, NotImplementedError, OSError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointDamagedError(f"{path} cannot be read as a file of torch.save: {error}") from None
+        raise CheckpointDamagedError(f"{path} cannot be read as a torch.save file: {error}") from None
     return is_zip
 
 

@@ -35,8 +35,8 @@ class CoordinatorPolicy:
         hope_s: The time to wait for newcomers to report that they hold the state, after all known holders have died.
         quorum_timeout_s: The time for which a coordinator waits for a quorum.
         join_timeout_s: The time for which the job waits for `min_workers`.
-        return_patience_s: The time since the last contact after which an unreachable machine's workers are removed from
-            the view, unless workers report broken connections earlier.
+        return_patience_s: The time from the last contact until an unreachable machine's workers are removed from the
+            view, unless workers report broken connections earlier.
         quiet_s: The time for which the first view is delayed, to wait for reports of another running job.
         follow_patience_s: The time for which a new coordinator waits for a machine to reconnect before it excludes the
             machine's workers.

@@ -46,7 +46,7 @@ class ContactResult(Enum):
 
 
 class ConnectionLoss(Enum):
-    """The cause of a lost connection to a coordinator."""
+    """The reason why the connection to a coordinator was lost."""
 
     ENDED = auto()  # the coordinator's launcher has exited, and all its messages were read
     RESET = auto()  # the coordinator's machine has reset the connection, which was active just before

@@ -114,8 +114,8 @@ class CoordinatorHandover:
         home: The coordinator's machine.
         store: The store that the members use for their rendezvous before the handover.
         successor: The next coordinator's machine, or None if there is no candidate.
-        unfit_s: For each machine whose store some members could not reach, the time until which the machine is not
-            considered.
+        unfit_s: The time until which a machine is not considered, for each machine whose store some members could not
+            reach.
         empty_s: The time at which the last worker on the coordinator's machine exited, or None.
         ordered_s: The time at which the successor was ordered to stand, or None.
         is_over: Whether the other machines have been ordered to follow the successor.

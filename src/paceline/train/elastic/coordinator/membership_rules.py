@@ -57,7 +57,7 @@ def finish_job(job: ElasticJob, now_s: float) -> None:
 
 
 def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerRecord]:
-    """Returns the workers that must exit before the job ends, once a member has finished.
+    """Once a member has finished, returns the workers that must exit before the job ends.
 
     These are the finished workers, whose scripts may continue after the loop, and the members of their last views.
     Those members have the final state, because the finished workers could not have completed the last round without

@@ -276,7 +276,7 @@ class CatchUp:
 
         Args:
             generation: The generation of the members' view.
-            holds: A function that returns the round before which this worker has the state.
+            holds: A function that returns the round whose initial state this worker has.
         """
         after = generation - 1
         while True:
@@ -365,7 +365,7 @@ class OptimizerCatchUp(CatchUp):
         steps: The hooks that repeat optimizer steps.
 
     Attributes:
-        holds: The round before which this worker has the entire state, or FRESH while it lacks a part of the state.
+        holds: The round whose initial state this worker has in full, or FRESH while it lacks a part of that state.
         has_strayed: Whether the worker's state differs from the members' state, or cannot become equal to it.
     """
 

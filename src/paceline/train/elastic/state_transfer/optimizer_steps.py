@@ -128,7 +128,7 @@ class OptimizerStepHooks:
     """Intercepts each step of `optimizers` before it is performed.
 
     Attributes:
-        on_step: A function that is called with each step of this worker, or None if there are no receivers.
+        on_step: A function that is called with each of this worker's steps, or None if there are no receivers.
         at: The next round, and the digest of the previous round's result.
     """
 

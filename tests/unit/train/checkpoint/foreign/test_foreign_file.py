@@ -21,7 +21,7 @@ def test_files_of_torch_save_are_read(tmp_path, is_zip):
     state = trained()
     torch.save(state, tmp_path / "state.pt", _use_new_zipfile_serialization=is_zip)
     found = open_foreign(tmp_path / "state.pt")
-    assert found is not None and found.kind == "a file of torch.save"
+    assert found is not None and found.kind == "a torch.save file"
     assert same(state_of(found), {**state, "model": dict(state["model"])})
     assert found.tensors["model/0.weight"].shape == (4, 3)
 
@@ -39,7 +39,7 @@ def test_a_file_with_objects_is_refused(tmp_path):
 def test_a_cut_file_is_named(tmp_path):
     torch.save(trained(), tmp_path / "state.pt")
     os.truncate(tmp_path / "state.pt", (tmp_path / "state.pt").stat().st_size // 2)
-    with pytest.raises(CheckpointDamagedError, match=r"state.pt cannot be read as a file of torch.save"):
+    with pytest.raises(CheckpointDamagedError, match=r"state.pt cannot be read as a torch.save file"):
         open_foreign(tmp_path / "state.pt")
 
 
@@ -58,7 +58,7 @@ def test_safetensors_files_are_read(tmp_path):
 
 def test_other_files_and_directories_are_told_apart(tmp_path):
     (tmp_path / "text").write_text("something else that is longer than a header")
-    with pytest.raises(CheckpointError, match=r"is neither a checkpoint of Paceline, nor a file of torch.save"):
+    with pytest.raises(CheckpointError, match=r"is neither a Paceline checkpoint nor a torch.save or safetensors file"):
         open_foreign(tmp_path / "text")
     assert open_foreign(tmp_path) is None
 
