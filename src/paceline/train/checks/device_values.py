@@ -14,7 +14,7 @@ import torch
 
 from paceline.comm.engine.adapters.device_streams import record_current
 from paceline.comm.engine.channel import byte_view
-from paceline.train.module_tensors import digest_of_text
+from paceline.train.module_tensors import digest_of_text, pinned_like
 
 
 class HostCopy:
@@ -25,7 +25,7 @@ class HostCopy:
     """
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=not values.is_cpu)
+        self._host = torch.empty_like(values) if values.is_cpu else pinned_like(values)
         self._host.copy_(values, non_blocking=True)
         self._copied = record_current(values.device)
 
@@ -219,7 +219,7 @@ def _sums_of_small(memories: Sequence[torch.Tensor], factors: torch.Tensor) -> t
         ends.append(end)
     running = _mixed(torch.cat(padded).view(torch.int64), factors).cumsum(0)
     running = torch.cat([running.new_zeros(1), running])
-    at = torch.tensor([0, *ends], dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu").to(
-        device, non_blocking=True
-    )
-    return running[at].diff()
+    at = torch.tensor([0, *ends], dtype=torch.int64, device="cpu")
+    if device.type != "cpu":
+        at = pinned_like(at).copy_(at)
+    return running[at.to(device, non_blocking=True)].diff()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.train.checks import device_values
-from paceline.train.checks.device_values import DeviceDigests
+from paceline.train.checks.device_values import DeviceDigests, HostCopy
 from paceline.train.checks.replica_check import (
     RankDigests,
     tensors_part,
@@ -72,3 +72,15 @@ def test_large_tensors_are_hashed_in_parts(monkeypatch):
 def test_tensors_without_memory_are_left_out():
     named = {"a": torch.ones(2), "b": torch.ones(2).to_sparse(), "c": torch.ones(2, device="meta")}
     assert list(tensors_part(named, DeviceDigests()).values) == ["'a'"]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor for which a device's memory is assumed."""
+
+    is_cpu = False
+
+
+def test_values_are_copied_if_no_memory_can_be_pinned():
+    """Without a GPU nothing can be pinned. On a GPU, the driver limits pinned memory, on WSL to half of the memory."""
+    values = torch.arange(3.0).as_subclass(OnDevice)
+    assert HostCopy(values).read() == [0, 1, 2]

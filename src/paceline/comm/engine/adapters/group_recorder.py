@@ -35,33 +35,54 @@ from paceline.comm.schedule.steps import Operation
 _READING_S = 10.0  # maximum age of a reading; beyond it, float32 rounding of device times exceeds 1 us
 _NARROW_NS = 100_000
 _ATTEMPTS = 5
+_LONGEST_READING_NS = 100_000_000
+_RETRY_NS = 2_000_000_000
 _POLLING_S = 0.02
 
 
 class DeviceClock:
-    """Converts the times of a device's events to the recording's ticks; thread-safe."""
+    """Converts the times of a device's events to the recording's ticks; thread-safe.
+
+    The clock's stream may be behind other work: PyTorch has only 32 streams per device and priority, and with
+    CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue of the hardware. That work may be a call that waits for
+    other ranks, and the threads that read the clock also enforce timeouts. A reading therefore never waits for long.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = AcceleratorStream(device)
         self._origin: tuple[AcceleratorEvent, int] | None = None  # an event and its completion time in ns
+        self._next_reading_ns = 0
         self._lock = threading.Lock()
 
     def tick_of(self, event: AcceleratorEvent) -> int:
-        """Returns the tick at which an event completed; the event must be complete and recorded with `timing`."""
+        """Returns the tick at which an event completed; the event must be complete and recorded with `timing`.
+
+        If the device's time could not be read yet, returns the current tick.
+        """
         with self._lock:
-            if self._origin is None or time.monotonic_ns() - self._origin[1] > _READING_S * 1e9:
-                self._origin = self._read()
+            if time.monotonic_ns() >= self._next_reading_ns:
+                reading = self._read()
+                self._origin = self._origin if reading is None else reading
+                pause_ns = _RETRY_NS if reading is None else round(_READING_S * 1e9)
+                self._next_reading_ns = time.monotonic_ns() + pause_ns
+            if self._origin is None:
+                return _core.record_tick_at(time.monotonic_ns())
             origin, monotonic_ns = self._origin
             after_s = origin.elapsed_s(event)
         return _core.record_tick_at(monotonic_ns + round(after_s * 1e9))
 
-    def _read(self) -> tuple[AcceleratorEvent, int]:
-        """Records events; returns the event whose completion time has the tightest bounds, and that time."""
+    def _read(self) -> tuple[AcceleratorEvent, int] | None:
+        """Records events; returns the event whose completion time has the tightest bounds, and that time.
+
+        Returns None if the stream is behind other work.
+        """
         best: tuple[int, AcceleratorEvent, int] | None = None
         for _ in range(_ATTEMPTS):
             before_ns = time.monotonic_ns()
             event = self._stream.record(timing=True)
             while not event.done():
+                if time.monotonic_ns() - before_ns > _LONGEST_READING_NS:
+                    return None if best is None else best[1:]
                 time.sleep(0)
             width_ns = time.monotonic_ns() - before_ns
             if best is None or width_ns < best[0]:
