@@ -13,6 +13,7 @@ recording anything.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import queue
@@ -192,25 +193,32 @@ class Work:
             when_done(self._work, then, next(iter(self._streams), None))
 
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
-        if not self._streams:
-            self._set_result(future)
-            return
-        # The future makes its users wait for the streams that are current at this point, so these must not be the
-        # program's own streams.
-        with on_streams(pooled_streams(self._streams)):
-            self.pause(FOR_EVER_NS)
-            self._set_result(future)
+        try:
+            if not self._streams:
+                self._set_result(future)
+                return
+            # The future makes its users wait for the streams that are current at this point, so these must not be the
+            # program's own streams.
+            with on_streams(pooled_streams(self._streams)):
+                self.pause(FOR_EVER_NS)
+                self._set_result(future)
+        except RuntimeError as error:  # a device error, without which the future's users would wait forever
+            if not future.done():
+                self._set_error(future, error)
 
     def _set_result(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         error = self.exception()
         if error is not None:
-            failed = _FailedResult(error, set_by=threading.get_ident() if self._streams else None)
-            future._set_unwrap_func(failed.raise_error)
-            # PyTorch's type stubs do not allow a value of this type.
-            cast("torch.futures.Future[_FailedResult]", future).set_result(failed)
-            failed.set_by = None
+            self._set_error(future, error)
         else:
             future.set_result(list(self._results))
+
+    def _set_error(self, future: torch.futures.Future[list[torch.Tensor]], error: Exception) -> None:
+        failed = _FailedResult(error, set_by=threading.get_ident() if self._streams else None)
+        future._set_unwrap_func(failed.raise_error)
+        # PyTorch's type stubs do not allow a value of this type.
+        cast("torch.futures.Future[_FailedResult]", future).set_result(failed)
+        failed.set_by = None
 
     @property
     def streams(self) -> Mapping[torch.device, Any]:
@@ -451,7 +459,8 @@ class CompletionThread:
             self._take_arrivals(pending)
             if current is not self._device and self._device is not None:
                 current = self._device
-                torch.accelerator.set_device_index(current.index)
+                with contextlib.suppress(RuntimeError):  # a device error, which the calls' futures raise
+                    torch.accelerator.set_device_index(current.index)
             completed = _take_completed(pending)
             if completed:
                 self._run_callbacks(completed)
@@ -483,9 +492,16 @@ def _take_completed(pending: list[_Arrival]) -> list[_Arrival]:
     completed: list[_Arrival] = []
     left: list[_Arrival] = []
     for arrival in pending:
-        (completed if arrival[0].done() else left).append(arrival)
+        (completed if _is_over(arrival[0]) else left).append(arrival)
     pending[:] = left
     return completed
+
+
+def _is_over(call: PendingCall) -> bool:
+    try:
+        return call.done()
+    except RuntimeError:  # a device error, which the callback receives as well
+        return True
 
 
 _threads: list[CompletionThread] = []

@@ -13,6 +13,7 @@ they complete immediately.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -132,7 +133,7 @@ class DeviceWatch:
                 polls, self._polls = self._polls, {}  # `add` may insert new entries in the meantime
             left: dict[Callable[[], bool], torch.device] = {}
             for device in dict.fromkeys(polls.values()):
-                with polled(device):
+                with contextlib.suppress(RuntimeError), polled(device):  # a device error, as in `_is_over`
                     left |= {poll: device for poll, its in polls.items() if its == device and not _is_over(poll)}
             with self._lock:
                 self._polls |= left

@@ -289,20 +289,20 @@ class CallStream:
 
         Only a thread that does nothing else may call this; see `device_streams.polled`.
         """
-        with polled(self.stream.device):
-            return self._look()
+        try:
+            with polled(self.stream.device):
+                return self._look()
+        except RuntimeError as error:  # a device error, which the program also receives
+            self._break_on_device(error)
+            return False
 
     def _look(self) -> bool:
         if self.failure is not None:
             return False
-        try:
-            completed = self._completed()
-            with self._breaking:
-                for _ in range(min(completed, len(self._flights))):
-                    self._flights.popleft().recorded.end(OutcomeCode.OK)
-        except RuntimeError as error:  # a device error, which the program also receives
-            self._break(CallFailure(OutcomeCode.REFUSED, said=_first_line(error)))
-            return False
+        completed = self._completed()
+        with self._breaking:
+            for _ in range(min(completed, len(self._flights))):
+                self._flights.popleft().recorded.end(OutcomeCode.OK)
         self._progress.publish()
         if (failure := self._difference()) is not None:
             self._break(failure)
@@ -418,6 +418,9 @@ class CallStream:
         if is_first and self._group is not None:
             self._group.abort()
 
+    def _break_on_device(self, error: RuntimeError) -> None:
+        self._break(CallFailure(OutcomeCode.REFUSED, said=_first_line(error)))
+
     def _stopped(self) -> bool:
         return self._leaving or self._settings.is_closing()
 
@@ -440,7 +443,12 @@ class CallStream:
         self.leave()
         in_flight = len(self._flights)
         while self._flights and self.failure is None:
-            if (event := self._flights[-1].event) is not None and event.done():
+            try:
+                if _has_passed(self._flights[-1]):
+                    break
+            except RuntimeError as error:  # a device error, which must not prevent the shutdown of other groups
+                self._break_on_device(error)
+            except IndexError:  # the watch has dropped the last call
                 break
             time.sleep(_POLLING_S)
         if in_flight and self.failure is not None and self.failure is not _CLOSED:

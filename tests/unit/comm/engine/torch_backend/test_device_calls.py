@@ -130,6 +130,29 @@ def test_the_end_of_a_group_says_which_calls_it_cut_off():
     assert one.ends == ["abort"]
 
 
+def fail(*_: object) -> bool:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_group_ends_although_its_device_reports_errors():
+    one = OneRank()
+    work = one.call()
+    one.positions[0].done = fail  # type: ignore[method-assign]
+    with pytest.warns(RuntimeWarning, match="aborted up to 1 incomplete calls on cpu, .*an illegal memory access"):
+        one.calls.drain()
+    one.calls.close(time.monotonic() + 10)
+    assert one.ends == ["abort"] and work.outcome() is one.calls.failure
+
+
+def test_a_device_that_cannot_become_current_fails_the_calls(monkeypatch):
+    """After an illegal access, CUDA may report the error to a thread that selects the device."""
+    one = OneRank()
+    work = one.call()
+    monkeypatch.setattr(device_calls, "polled", fail)
+    assert not one.calls.look()
+    assert work.done() and "illegal memory access" in work.outcome().said
+
+
 def test_captured_calls_are_not_watched_nor_the_first_ones(monkeypatch):
     one = OneRank()
     monkeypatch.setattr(device_calls, "is_capturing", lambda device: True)
