@@ -20,14 +20,19 @@ _NVIDIA_SMI_S = 20.0  # long timeout, because the driver may have to start first
 
 
 def cores_of_workers(
-    mode: str, workers: int, gpus: int, allowed: Iterable[int] | None = None, system: Path = _SYS
+    mode: str,
+    workers: int,
+    gpus: int,
+    allowed: Iterable[int] | None = None,
+    system: Path = _SYS,
+    environment: Mapping[str, str] = os.environ,
 ) -> list[Cores] | None:
     """Returns the cores for each worker on this machine under `mode`, or None if workers are not bound."""
     mine = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
     domains = domains_of(mode, mine, system)
     preferred: list[int | None] = []
     if gpus and mode in ("node", "exclusive"):
-        preferred = [numa_node_of_gpu(rank % gpus) for rank in range(workers)]
+        preferred = [numa_node_of_gpu(device_of(rank, environment, gpus)) for rank in range(workers)]
         preferred = [node if node is not None and node < len(domains) else None for node in preferred]
     if mode == "exclusive":
         return assign(domains, siblings_of(mine, system), workers, preferred)
@@ -147,7 +152,17 @@ def count_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/
         present = _count_amd_gpus(root)
     if not present and (root / "dev/dxg").exists():
         present = _count_wsl_gpus(environment, root)
-    return present if visible is None else min(present, len(visible))
+    return present if visible is None else _count_usable(visible, present)
+
+
+def _count_usable(visible: Sequence[str], present: int) -> int:
+    """Counts the GPUs that a driver with `present` GPUs provides to a process for which `visible` is set."""
+    if len(set(visible)) < len(visible):
+        return 0  # CUDA refuses a list with a GPU that occurs twice
+    if visible[0].startswith("MIG-"):
+        return 1  # a process uses a single part of a GPU, even if several are listed
+    numbers = [index for index, name in enumerate(visible) if name.isdecimal() and int(name) >= present]
+    return min(present, *numbers[:1], len(visible))
 
 
 def _count_amd_gpus(root: Path) -> int:
@@ -192,9 +207,12 @@ def _text(path: Path) -> str:
     return ""
 
 
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
 def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
     """Returns the devices in CUDA_VISIBLE_DEVICES (or AMD's variable), or None if the variable is not set."""
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+    for name in _VARIABLES:
         if name in environment:
             named: list[str] = []
             for device in (word.strip() for word in environment[name].split(",")):
@@ -208,17 +226,38 @@ def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
 def device_of(local_rank: int, environment: Mapping[str, str], gpus: int) -> str:
     """Returns the entry in CUDA_VISIBLE_DEVICES for the GPU that a rank sees as number `local_rank`."""
     visible = visible_devices(environment)
+    if visible == []:
+        return ""
     return visible[local_rank % len(visible)] if visible else str(local_rank % max(1, gpus))
 
 
-def numa_node_of_gpu(index: int, root: Path = Path("/")) -> int | None:
-    """Returns the NUMA node of GPU `index` as reported by NVIDIA's driver, or None if unknown."""
-    for gpu in (root / "proc/driver/nvidia/gpus").glob("*"):
+def variables_of_gpu(local_rank: int, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
+    """Returns the variables that hide all GPUs except the one that a rank sees as number `local_rank`.
+
+    AMD's runtime prefers HIP_VISIBLE_DEVICES to CUDA_VISIBLE_DEVICES, and applies both to the GPUs that remain after
+    ROCR_VISIBLE_DEVICES.
+    """
+    *of_runtimes, of_driver = _VARIABLES
+    names = [name for name in of_runtimes if name in environment]
+    if not names:
+        names = [of_driver if of_driver in environment else of_runtimes[0]]
+    return dict.fromkeys(names, device_of(local_rank, environment, gpus))
+
+
+def numa_node_of_gpu(device: str, root: Path = Path("/")) -> int | None:
+    """Returns the NUMA node of a GPU as reported by NVIDIA's driver, or None if unknown.
+
+    Args:
+        device: the GPU's number in the order of PCI addresses, as CUDA numbers GPUs of one model, or its UUID or the
+            beginning of its UUID.
+        root: the root of the file system.
+    """
+    for index, gpu in enumerate(sorted((root / "proc/driver/nvidia/gpus").glob("*"))):
         try:
-            minor = re.search(r"Device Minor:\s*(\d+)", (gpu / "information").read_text())
+            uuid = re.search(r"GPU UUID:\s*(\S+)", (gpu / "information").read_text())
             node = int((root / "sys/bus/pci/devices" / gpu.name.lower() / "numa_node").read_text())
         except (OSError, ValueError):
             continue
-        if minor is not None and int(minor[1]) == index:
+        if device == str(index) or (device.startswith("GPU-") and uuid is not None and uuid[1].startswith(device)):
             return node if node >= 0 else None
     return None

@@ -32,7 +32,13 @@ from paceline.operate.launch.workers.environment import (
 from paceline.operate.launch.workers.forker import Forker, python
 from paceline.operate.launch.workers.job_control import Keyboard
 from paceline.operate.launch.workers.output import WITHOUT_PAGERS, Logs, outputs_of
-from paceline.operate.launch.workers.placement import Cores, cores_of_workers, count_gpus, device_of, format_cpulist
+from paceline.operate.launch.workers.placement import (
+    Cores,
+    cores_of_workers,
+    count_gpus,
+    format_cpulist,
+    variables_of_gpu,
+)
 from paceline.operate.launch.workers.script_source import ScriptSource
 from paceline.operate.launch.workers.worker import allow_descriptors, bootstrap_argv
 from paceline.operate.launch.workers.worker_group import WorkerGroup, WorkerSpec
@@ -228,7 +234,7 @@ def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, s
     master = (start.master_addr, start.master_port)
     variables = rank_variables(place, master, start.run_id, start.restart_count, start.max_restarts)
     if job.virtual_local_rank:
-        variables["CUDA_VISIBLE_DEVICES"] = device_of(place.local_rank, environment, gpus)
+        variables |= variables_of_gpu(place.local_rank, environment, gpus)
         variables["LOCAL_RANK"] = "0"
     if "horovod" in job.compat:
         variables |= horovod_variables(variables)

@@ -19,6 +19,7 @@ from paceline.operate.launch.workers.placement import (
     numa_node_of_gpu,
     parse_cpulist,
     siblings_of,
+    variables_of_gpu,
     visible_devices,
 )
 
@@ -121,6 +122,30 @@ def test_gpus_are_counted_as_the_driver_shows_them(tmp_path):
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "0,-1,1"}) == ["0"]
     assert [device_of(rank, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, 2) for rank in range(2)] == ["GPU-a", "GPU-b"]
     assert device_of(3, {}, 2) == "1"
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,7,1"}, tmp_path) == 1, "the driver ends the list at a missing GPU"
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "7"}, tmp_path) == 0
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,1,0"}, tmp_path) == 0, "the driver refuses a repeated GPU"
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, tmp_path) == 2
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, tmp_path) == 1, "a process uses one part of a GPU"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "5"}),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, {"CUDA_VISIBLE_DEVICES": "MIG-b"}),
+        ({"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": ""}),
+        ({"HIP_VISIBLE_DEVICES": "4,5"}, {"HIP_VISIBLE_DEVICES": "5"}),
+        ({"ROCR_VISIBLE_DEVICES": "4,5"}, {"ROCR_VISIBLE_DEVICES": "5"}),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "4,5"},
+            {"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"},
+        ),
+    ],
+)
+def test_a_worker_sees_only_its_own_gpu(given, expected):
+    assert variables_of_gpu(1, given, 2) == expected
 
 
 def write(root: Path, name: str, text: str) -> Path:
@@ -157,9 +182,11 @@ def test_amds_gpus_are_those_of_the_driver_that_a_container_has(tmp_path):
 
 def test_the_gpus_numa_node_is_found(tmp_path):
     for name, text in (
-        ("proc/driver/nvidia/gpus/0000:AB:00.0/information", "Model: x\nDevice Minor: \t 1\n"),
+        ("proc/driver/nvidia/gpus/0000:AB:00.0/information", "Model: x\nGPU UUID: \t GPU-5ab\nDevice Minor: \t 0\n"),
+        ("proc/driver/nvidia/gpus/0000:2B:00.0/information", "Model: x\nGPU UUID: \t GPU-4cd\nDevice Minor: \t 5\n"),
         ("sys/bus/pci/devices/0000:ab:00.0/numa_node", "1\n"),
+        ("sys/bus/pci/devices/0000:2b:00.0/numa_node", "0\n"),
     ):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(text)
-    assert (numa_node_of_gpu(1, tmp_path), numa_node_of_gpu(0, tmp_path)) == (1, None)
+        write(tmp_path, name, text)
+    assert [numa_node_of_gpu(device, tmp_path) for device in ("0", "1", "2")] == [0, 1, None]
+    assert [numa_node_of_gpu(device, tmp_path) for device in ("GPU-5ab", "GPU-4", "MIG-5ab", "")] == [1, 0, None, None]
