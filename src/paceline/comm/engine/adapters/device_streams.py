@@ -14,6 +14,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -305,12 +306,25 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, which has the same value in HIP
 @functools.cache
 def _exchange_capture_mode() -> Callable[[Any], int] | None:
     """Returns the driver function that exchanges the thread's capture mode, or None if the driver lacks it."""
-    prefix, names = ("hip", ("libamdhip64.so",)) if torch.version.hip else ("cu", ("libcuda.so.1", "libcuda.so"))
+    prefix, names = ("hip", _loaded("libamdhip64.so")) if torch.version.hip else ("cu", ["libcuda.so.1", "libcuda.so"])
     for name in names:
         with contextlib.suppress(OSError, AttributeError):
             function: Callable[[Any], int] = getattr(ctypes.CDLL(name), f"{prefix}ThreadExchangeStreamCaptureMode")
             return function
     return None
+
+
+def _loaded(library: str, maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """Returns the paths of a library that this process has loaded.
+
+    Loading it by its name could load a second copy: the name of ROCm's library includes a version, and PyTorch's
+    wheels contain a copy of their own.
+    """
+    with contextlib.suppress(OSError):
+        lines = (line.split(maxsplit=5) for line in maps.read_text().splitlines())
+        paths = dict.fromkeys(line[5] for line in lines if len(line) == 6)
+        return [path for path in paths if path.startswith("/") and path.rpartition("/")[2].startswith(library)]
+    return []
 
 
 def memory_at(address: int, nbytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

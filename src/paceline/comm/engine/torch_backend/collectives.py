@@ -156,7 +156,7 @@ class StartedCall(NamedTuple):
     """A call that a process group has started.
 
     Attributes:
-        work: the process group's work; None if the call required no communication.
+        work: the process group's work; None if the call required no communication, or runs on the current stream.
         written: the results; their copies must be written back when the work is complete.
     """
 
@@ -176,14 +176,21 @@ def start_barrier(group: TorchGroup, timeout: timedelta) -> TorchWork:
     return group.barrier(options)
 
 
-def _with_timeout(options: object, settings: CallSettings) -> None:
+# Since release 2.8, PyTorch's process groups run such a call on the current stream. Other calls run on a stream of the
+# group, and two events order this stream and the current one.
+_RUNS_ON_CURRENT_STREAM = hasattr(c10d.AllreduceOptions, "asyncOp")
+
+
+def _configure(options: Any, settings: CallSettings) -> None:
     if settings.timeout is not None:
         options.timeout = settings.timeout
+    if _RUNS_ON_CURRENT_STREAM and settings.device.type != "cpu":
+        options.asyncOp = False
 
 
 def _broadcast(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
     options = c10d.BroadcastOptions()
-    _with_timeout(options, settings)
+    _configure(options, settings)
     options.rootRank = call.root
     buffer = settings.buffer(call.outputs)
     if settings.rank == call.root:
@@ -194,7 +201,7 @@ def _broadcast(group: TorchGroup, call: CollectiveCall, settings: CallSettings) 
 def _all_reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
     assert settings.reduction is not None
     options = c10d.AllreduceOptions()
-    _with_timeout(options, settings)
+    _configure(options, settings)
     options.reduceOp = settings.reduction.op
     buffer = settings.buffer(call.outputs).copy_in()
     return StartedCall(group.allreduce([buffer.tensor(settings.reduction.dtype)], options), [buffer])
@@ -203,7 +210,7 @@ def _all_reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings)
 def _reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
     assert settings.reduction is not None
     options = c10d.ReduceOptions()
-    _with_timeout(options, settings)
+    _configure(options, settings)
     options.reduceOp, options.rootRank = settings.reduction.op, call.root
     buffer = settings.buffer(call.outputs).copy_in()
     values = buffer.tensor(settings.reduction.dtype)
@@ -214,7 +221,7 @@ def _reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> 
 
 def _all_gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
     options = c10d.AllgatherOptions()
-    _with_timeout(options, settings)
+    _configure(options, settings)
     output = settings.buffer(call.outputs)
     given = settings.buffer(call.inputs).copy_in()
     return StartedCall(group._allgather_base(output.tensor(), given.tensor(), options), [output])
@@ -222,7 +229,7 @@ def _all_gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings)
 
 def _gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
     options = c10d.GatherOptions()
-    _with_timeout(options, settings)
+    _configure(options, settings)
     options.rootRank = call.root
     outputs = [settings.buffer([pieces]) for pieces in call.outputs]
     given = settings.buffer(call.inputs).copy_in().tensor()
@@ -232,7 +239,7 @@ def _gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> 
 
 def _scatter(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
     options = c10d.ScatterOptions()
-    _with_timeout(options, settings)
+    _configure(options, settings)
     options.rootRank = call.root
     inputs = [settings.buffer([pieces]).copy_in() for pieces in call.inputs]
     output = settings.buffer(call.outputs)
@@ -243,7 +250,7 @@ def _scatter(group: TorchGroup, call: CollectiveCall, settings: CallSettings) ->
 def _reduce_scatter(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
     assert settings.reduction is not None
     options = c10d.ReduceScatterOptions()
-    _with_timeout(options, settings)
+    _configure(options, settings)
     options.reduceOp = settings.reduction.op
     given = settings.buffer(call.inputs).copy_in().tensor(settings.reduction.dtype)
     output = settings.buffer(call.outputs)
@@ -252,7 +259,7 @@ def _reduce_scatter(group: TorchGroup, call: CollectiveCall, settings: CallSetti
 
 def _all_to_all(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
     options = c10d.AllToAllOptions()
-    _with_timeout(options, settings)
+    _configure(options, settings)
     sent, received = ([sum(pieces[1::2]) for pieces in side] for side in (call.inputs, call.outputs))
     given = settings.buffer(call.inputs).copy_in().tensor()
     output = settings.buffer(call.outputs)

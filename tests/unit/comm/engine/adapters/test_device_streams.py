@@ -132,6 +132,21 @@ def test_a_thread_that_only_polls_leaves_captures_alone(module, monkeypatch):
     assert modes == [2, 2, 2] and module.device_index == 1
 
 
+def test_rocms_library_is_the_one_that_torch_has_loaded(tmp_path, monkeypatch):
+    """ROCm's library has a version in its name, so no other name would find the loaded one."""
+    maps = tmp_path / "maps"
+    copy = "/a b/torch/lib/libamdhip64.so.6.4.43484"
+    maps.write_text(
+        f"7f00-7f01 r-xp 00000000 08:01 12 {copy}\n7f01-7f02 r--p 00001000 08:01 12 {copy}\n"
+        "7f02-7f03 r-xp 00000000 08:01 13 /usr/lib/libc.so.6\n7f03-7f04 rw-p 00000000 00:00 0 [heap]\n"
+        "7f05-7f06 rw-p 00000000 00:00 0\n"
+    )
+    assert device_streams._loaded("libamdhip64.so", maps) == [copy]
+    assert device_streams._loaded("libhsa", maps) == device_streams._loaded("libc", tmp_path / "none") == []
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert device_streams._exchange_capture_mode.__wrapped__() is None, "no driver is loaded here"
+
+
 def test_on_the_cpu_everything_is_done_at_once():
     stream = AcceleratorStream(torch.device("cpu"))
     stream.follow()

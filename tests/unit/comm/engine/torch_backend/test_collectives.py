@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.engine.channel import DTYPE_CODES, ReduceOp
-from paceline.comm.engine.torch_backend.collectives import DeviceBuffer, TorchReduction, find_reduction
+from paceline.comm.engine.channel import DTYPE_CODES, CollectiveCall, DevicePieces, ReduceOp
+from paceline.comm.engine.torch_backend.collectives import (
+    CallSettings,
+    DeviceBuffer,
+    TorchReduction,
+    find_reduction,
+    start_call,
+)
+from paceline.comm.schedule.steps import Operation
 
 CPU = torch.device("cpu")
 
@@ -79,3 +88,20 @@ def test_pieces_are_one_tensor_in_order(data, nbytes):
     buffer.copy_out()
     assert memory[covered].tolist() == list(range(101, nbytes + 101))
     assert memory.count_nonzero() == nbytes
+
+
+@pytest.mark.skipif(not hasattr(c10d.AllreduceOptions, "asyncOp"), reason="since PyTorch 2.8")
+@pytest.mark.parametrize(("device", "is_async"), [("cpu", True), ("cuda:0", False)])
+def test_a_call_on_a_device_runs_on_the_stream_of_its_group(device, is_async):
+    """PyTorch's group then needs no stream of its own, of which there are only 32."""
+    seen: list[bool] = []
+    group = SimpleNamespace(
+        allreduce=lambda tensors, options: seen.append(options.asyncOp),
+        broadcast=lambda tensors, options: seen.append(options.asyncOp),
+    )
+    settings = CallSettings(0, torch.device(device), reduction=TorchReduction(torch.float32, c10d.ReduceOp.SUM))
+    pieces = DevicePieces([torch.ones(3)])
+    for operation, root in ((Operation.ALL_REDUCE, -1), (Operation.BROADCAST, 0)):
+        call = CollectiveCall(operation, DTYPE_CODES[torch.float32], ReduceOp.SUM, root, 3, 1, [], [pieces])
+        assert start_call(group, call, settings).work is None
+    assert seen == [is_async] * 2
