@@ -168,7 +168,7 @@ def _verify_one(storage: Storage, name: str) -> list[str]:
 
 
 def diff(options: argparse.Namespace) -> int:
-    """Prints the tensors and values in which two checkpoints differ; returns the exit code."""
+    """Prints the tensors and values that differ between two checkpoints; returns the exit code."""
     first, second = contents_of(options.first), contents_of(options.second)
     with first.closing, second.closing:
         differences = [*_tensors(first, second, options.only), *_values(first, second, options.only)]
@@ -282,7 +282,7 @@ def export_model(options: argparse.Namespace) -> int:
 
 
 def exported_names(tensors: list[str], entry: str) -> dict[str, str]:
-    """Maps the names of the tensors under a top-level entry of the state to their names relative to that entry.
+    """Maps the names of the tensors under a top-level entry in the state to their names relative to that entry.
 
     Of the tensors that each rank saved separately, only those of rank 0 are exported.
 

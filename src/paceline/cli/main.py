@@ -240,7 +240,7 @@ def _show_top(options: argparse.Namespace) -> int:
 
     try:
         look = poller_of(find(options.job))
-        look()  # raises an error for a wrong address before switching screens
+        look()  # raises an error for an invalid address before switching screens
         is_plain = options.plain or options.once or not sys.stdout.isatty() or not sys.stdin.isatty()
         if not is_plain and find_spec("textual") is not None:
             from paceline.cli.top.app import Top

@@ -61,7 +61,7 @@ def analyze(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _JobDiagnosis:
-    """The diagnosis of a job from its files.
+    """The diagnosis of a job, derived from the job's files.
 
     Attributes:
         postmortem: the job's recordings.

@@ -1,4 +1,4 @@
-"""The command line of `paceline doctor`, and the check of a script for mistakes."""
+"""The command line of `paceline doctor`, and the function that checks a script for mistakes."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Access:
         return AccessDecision.PASSES if self._has_token(request.headers) else AccessDecision.NO_TOKEN
 
     def knows(self, host: str) -> bool:
-        """Returns True if a Host header refers to this page. Ignores the port, which `ssh -L` may change."""
+        """Returns True if a Host header refers to this page. Ignores the port, which `ssh -L` can change."""
         match = _HOST.fullmatch(host)
         return match is not None and match[1].lower() in _LOOPBACK_HOSTS | self.hosts
 

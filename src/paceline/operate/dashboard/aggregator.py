@@ -1,4 +1,4 @@
-"""Aggregation of a job's samples into the state to display. Does not use files, sockets or a clock.
+"""Aggregation of a job's samples into the displayed state. It uses no files, sockets or clock.
 
 The what-if line estimates how long a step would take if the stragglers were as fast as the other ranks. The rule for
 stragglers is in `operate/diagnosis/stragglers.py`. Lin et al. (OSDI 2025) replay whole traces to answer the same

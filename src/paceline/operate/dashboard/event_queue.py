@@ -28,7 +28,7 @@ class EventFormatter:
         self._stalled_s: float | None = None  # time of the first diagnosis of the current stall
 
     def tell(self, event: str, facts: dict[str, Fact], now_s: float) -> list[JobEvent]:
-        """Returns the displayed form of an event at `now_s`; empty if the event is not displayed."""
+        """Returns the displayed form of an event that occurred at `now_s`; empty if the event is not displayed."""
         match event:
             case "start":
                 ranks = facts.get("ranks", [])

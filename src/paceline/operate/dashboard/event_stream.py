@@ -24,7 +24,7 @@ from paceline.operate.dashboard.job_sample import JobSample
 WATCHED_S = 1.0  # interval between samples while there are viewers
 ALONE_S = 5.0  # interval between samples without viewers, short enough to avoid gaps in curves and the log
 _REMEMBERED_S = 10.0  # time during which a request for the state, e.g. from `paceline top`, counts as a viewer
-_QUEUED = 30  # number of messages by which a viewer may lag before it receives a snapshot instead
+_QUEUED = 30  # number of messages by which a viewer can lag before it receives a snapshot instead
 _KEPT = 120  # number of messages kept for viewers that reconnect
 
 _encode = msgspec.json.Encoder().encode

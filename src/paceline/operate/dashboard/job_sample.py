@@ -76,7 +76,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """Statistics on completed calls of one kind whose duration the engine had predicted.
+    """Statistics on completed calls of one kind for which the engine had predicted a duration.
 
     Attributes:
         operation, dtype, count, algorithm: the kind of call; `count` is the number of elements per call.
@@ -171,7 +171,8 @@ class Line:
 
 @dataclass(frozen=True)
 class StallNotice:
-    """Diagnosis of a job that makes no progress or has failed: a sentence, the blamed ranks, and additional lines."""
+    """Diagnosis of a job that is making no progress or has failed: a sentence, the blamed ranks, and additional
+    lines."""
 
     sentence: str
     ranks: tuple[int, ...] = ()

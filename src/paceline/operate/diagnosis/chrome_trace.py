@@ -72,7 +72,7 @@ class _TraceAxis:
         return {"name": name, **where, "args": shown}
 
     def row_name(self, row: int, name: str) -> list[TraceEvent]:
-        """Returns metadata events that set a row's name and sort it by its number."""
+        """Returns the metadata events that name a row and sort it by number."""
         common = {"ph": "M", "pid": self.pid, "tid": row}
         return [
             {"name": "thread_name", **common, "args": {"name": name}},

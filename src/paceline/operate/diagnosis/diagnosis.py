@@ -138,7 +138,8 @@ def _explain_absence(rank: RankState) -> AbsenceReason:
 
 
 def _store_wait(rank: RankState) -> str:
-    """Describes a rank's wait for a store, with its line: `store.get (train.py:9) for the key 'ready', which ...`."""
+    """Describes a rank's wait in a store call, with the source line: `store.get (train.py:9) for the key 'ready', which
+    ...`."""
     method, _, keys = str(rank.store_wait).partition(" ")
     line = line_of(rank)
     return f"{method}{f' ({line})' if line else ''}{keys and f' {keys}'}"
@@ -194,7 +195,7 @@ def _handled(snapshot: JobSnapshot, number: int) -> str:
 
 
 def _difference_in(theirs: CallSignature, expected: CallSignature) -> str:
-    """Describes the difference between the arguments of two calls of the same operation."""
+    """Describes the difference between the arguments of two calls to the same operation."""
     if (theirs.dtype, theirs.count) != (expected.dtype, expected.count):
         return "the number or type of its elements differs"
     return "its root differs" if theirs.root != expected.root else "its reduction differs"
@@ -220,8 +221,8 @@ def _where(snapshot: JobSnapshot, ranks: Sequence[int], group: str, sequence: in
 def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
     """Blames the first rank that failed independently of the other ranks.
 
-    A program may wrap an error caused by another rank in an exception of its own. Ranks with such exceptions are only
-    blamed if no other rank failed.
+    A program can wrap an error caused by another rank in an exception of its own. Ranks with such exceptions are blamed
+    only if no other rank failed.
     """
     failed = [rank for rank in snapshot.ranks if rank.ending is not None and rank.ending.manner in _OWN_FAULTS]
     if not failed:
@@ -319,7 +320,7 @@ def _histories(snapshot: JobSnapshot, group: str) -> dict[int, list[RankCall]]:
 def _misconfigured(snapshot: JobSnapshot) -> Diagnosis | None:
     """Diagnoses ranks that initialize the default group with different world sizes, or with the same rank.
 
-    A program may divide its ranks into several smaller worlds, so at least one rank must expect all ranks.
+    A program can divide its ranks into several smaller worlds, so at least one rank must expect all ranks.
     """
     if snapshot.word != "rank":  # in an elastic job, slots are numbered differently from ranks
         return None
@@ -436,7 +437,7 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
 
 
 def _thread_error(rank: RankState) -> str:
-    """Describes the exception that ended one of a rank's threads, on which the rank may depend."""
+    """Describes the exception that ended one of a rank's threads, because the rank might depend on that thread."""
     return f"; one of its threads has ended with {rank.thread_error}" if rank.thread_error else ""
 
 
@@ -459,7 +460,7 @@ def _destroyed(rank: RankState, wait: CallWait, doing: str) -> str:
 
 
 def _miscounted(snapshot: JobSnapshot, wait: CallWait) -> Diagnosis | None:
-    """Finds a step in which one rank made an unusual number of calls, because mismatched calls may look the same."""
+    """Finds a step in which one rank made an unusual number of calls, even if all of the calls look the same."""
     found = call_count_mismatch(_histories(snapshot, wait.call.group))
     if found is None:
         return None

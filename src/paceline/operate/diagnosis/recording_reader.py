@@ -1,7 +1,7 @@
 """Reads recordings from files, and from running processes through a descriptor for their memory.
 
 A full recording contains 20,000 entries, and unpacking each entry in Python takes a few microseconds. A launcher with
-many workers therefore uses `read_latest`, which discards older entries by their stamps before unpacking.
+many workers therefore uses `read_latest`, which uses the entries' stamps to discard older entries before unpacking.
 `rank_state_of` converts a recording to the data that a diagnosis uses.
 """
 

@@ -202,7 +202,7 @@ def _median_without(ordered: Sequence[float], place: int) -> float:
 
 
 def _share_ties(ordered: Sequence[float], order: Sequence[int], places: list[float]) -> None:
-    """Assigns ranks with equal times the mean of their positions."""
+    """Assigns the mean of their positions to ranks with equal times."""
     first = 0
     while first < len(ordered):
         end = first + 1
@@ -455,7 +455,7 @@ class _CallSum:
 
 
 def _with_durations(sums: Mapping[tuple[frozenset[int], int], _CallSum], data_s: Mapping[int, float]) -> list[StepWork]:
-    """Returns the work of all steps except the first step of each group, because its beginning is unknown."""
+    """Returns the work in all steps except the first step of each group, whose beginning is unknown."""
     counts = Counter(members for members, _ in sums)
     ended_s: dict[frozenset[int], float] = {}
     work = []
@@ -487,7 +487,7 @@ def describe(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) 
 
 
 def what_if(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) -> str:
-    """Returns a clause with the estimated duration of a step if the stragglers were as fast as the other ranks."""
+    """Returns a clause that states how long a step would take if the stragglers were as fast as the other ranks."""
     who = named([each.rank for each in cost.stragglers], word)
     others = "the other" if cost.ranks == 2 else "the others"
     be = "had been" if is_over else "were"

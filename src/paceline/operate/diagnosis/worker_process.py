@@ -2,7 +2,7 @@
 
 The inspection also works if the process is stuck in native code. At startup, a worker of `paceline run` registers
 faulthandler for a real-time signal. The handler writes the stack of the receiving thread to a memory file that the
-launcher finds through /proc. The signal kills processes that do not handle it, so it is only sent to a process with a
+launcher finds through /proc. The signal kills processes that do not handle it, so it is sent only to a process with a
 handler, and never to a worker's children. Only the receiving thread's stack is written, because walking the frames of
 another running thread could crash the process.
 """

@@ -25,7 +25,7 @@ _Candidate = TypeVar("_Candidate")
 
 @dataclass(frozen=True)
 class Chaos:
-    """The configuration of random actions against workers.
+    """The configuration of the random actions performed on workers.
 
     Attributes:
         intervals_s: The kinds of actions, each with the mean time between actions in seconds.
@@ -70,10 +70,10 @@ class Chaos:
 
 @dataclass(frozen=True, order=True)
 class ChaosAction:
-    """A random action against a worker.
+    """A random action performed on a worker.
 
     Attributes:
-        at_s: The time since the start of the chaos, in seconds.
+        at_s: The time of the action, in seconds since the actions were started.
         kind: The kind of the action.
         choice: A number in [0, 1) that selects the worker.
     """

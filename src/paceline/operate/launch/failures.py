@@ -26,7 +26,7 @@ from paceline.comm.security.untrusted_peers import Int64
 from paceline.errors import STARTERS, is_user_file
 from paceline.operate.launch.workers.placement import format_cpulist
 
-TORCH_SUFFIX = ".torch"  # appended to the path of a worker's error file for the file in torchrun's format
+TORCH_SUFFIX = ".torch"  # added to the path of a worker's error file to get the path of the file in torchrun's format
 _PIPE_NAME = "alarm"
 # Errors caused by another rank's failure: Paceline's own errors, and the errors that gloo, NCCL and sockets raise for a
 # lost peer.
@@ -232,7 +232,7 @@ def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
 
 
 def shortened(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-    """Limits failures to what fits into a message: the cause, and other failures with truncated texts."""
+    """Limits failures to what fits in a message: the cause, and other failures with truncated texts."""
     cause = first_failure(failures) if failures else None
     kept: list[WorkerFailure] = []
     for failure in failures:
@@ -395,7 +395,7 @@ def read_record(path: str) -> Record | None:
 
 
 def _read_torch_record(path: str) -> Record | None:
-    """Reads an error file in torchrun's format, which a program may write before it exits without an exception."""
+    """Reads an error file in torchrun's format, which a program can write before it exits without an exception."""
     try:
         file = Path(path)
         message = json.loads(file.read_text()[: 4 * _LONGEST_TEXT])["message"]
@@ -495,7 +495,7 @@ def _without_own(trace: TracebackType | None) -> TracebackType | None:
 class ExceptionNotice:
     """The launcher's end of the named pipe in the directory with the error files.
 
-    If the pipe cannot be created, exceptions are only detected when the workers exit.
+    If the pipe cannot be created, exceptions are detected only when the workers exit.
     """
 
     def __init__(self, directory: str) -> None:

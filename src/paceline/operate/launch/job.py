@@ -38,7 +38,7 @@ _Parsed = TypeVar("_Parsed")
 
 
 class CommandKind(Enum):
-    """The way to start a command."""
+    """The method for starting a command."""
 
     SCRIPT = "script"
     MODULE = "module"
@@ -78,7 +78,7 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """Parameters for the rendezvous of a job's machines. `address` is None on a single machine."""
+    """Parameters for the rendezvous between a job's machines. `address` is None on a single machine."""
 
     min_nodes: int = 1
     max_nodes: int = 1

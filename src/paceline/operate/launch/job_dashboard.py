@@ -213,7 +213,7 @@ class RemoteDashboardFeed:
 def encode_update(sample: JobSample, offset_s: float) -> str:
     """Encodes a sample as JSON, with times on the dashboard's clock. The size is about 2 KB per rank per second.
 
-    Phases and buckets are only included for each rank's latest step, because the dashboard shows them for one step. If
+    Phases and buckets are included only for each rank's latest step, because the dashboard shows them for one step. If
     there is too much output, only the latest lines are sent.
     """
     update = RemoteSample(
@@ -264,7 +264,7 @@ def _rank(sample: RankSample, offset_s: float) -> RankSample:
 
 
 def _pending(state: RankState | None, offset_s: float) -> RankState | None:
-    """Returns the groups and calls of a rank, with the calls' arrivals on the dashboard's clock."""
+    """Returns the groups and calls of a rank, with the calls' arrival times on the dashboard's clock."""
     if state is None:
         return None
     calls = tuple(replace(call, arrived_s=call.arrived_s + offset_s) for call in state.calls)

@@ -62,7 +62,7 @@ class Workers(Protocol):
 
 
 class Launcher(ABC):
-    """The launcher on one machine. Subclasses own the workers, and decide what happens after a worker ends."""
+    """The launcher on one machine. Subclasses own the workers, and decide what happens after a worker exits."""
 
     word = "rank"  # noun for the workers' numbers in line prefixes
     moved: JobMoved | None = None  # another job that this machine must join instead

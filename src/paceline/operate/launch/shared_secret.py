@@ -45,7 +45,7 @@ _PATIENCE_S = 3.0
 _ADVICE = "set PACELINE_SECRET to the same value on all machines instead, as `paceline launch-script slurm` does"
 
 
-_HOST = re.compile(r"[A-Za-z0-9._:%-]+")  # a host name, or an address that may have an interface
+_HOST = re.compile(r"[A-Za-z0-9._:%-]+")  # a host name, or an address with an optional interface
 
 
 class TokenError(ValueError):
@@ -221,7 +221,7 @@ class SlurmSecret:
 
 
 def secret_of(job: Job, shared: SlurmSecret, say: Callable[[str], None]) -> bytes | None:
-    """Returns the secret for the rendezvous of a job's machines, or None.
+    """Returns the secret for the rendezvous between a job's machines, or None.
 
     Raises:
         RendezvousTimeoutError, ValueError, OSError: see `SlurmSecret` and `job_secret`.

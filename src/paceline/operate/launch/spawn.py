@@ -242,7 +242,7 @@ class ProcessContext:
                     self._watchdog.raised(rank, self._reports[rank])
 
     def _fail(self, seen: int) -> None:
-        time.sleep(0.1)  # another failure that caused this one may still arrive
+        time.sleep(0.1)  # the report of a failure that caused this one may still arrive
         self._collect()
         why = self._watchdog.why()
         self.end()

@@ -276,7 +276,7 @@ class WorkerGroupLauncher(Launcher):
     def _on_exception(self, failure: WorkerFailure) -> None:
         """Diagnoses an exception in a worker that is still running.
 
-        Mismatched calls are only diagnosed once all workers have raised exceptions, because only then is the line of
+        Mismatched calls are diagnosed only once all workers have raised exceptions, because only then is the line of
         each call known.
         """
         generation = self._generation
@@ -285,7 +285,8 @@ class WorkerGroupLauncher(Launcher):
             self._explain(failure)
 
     def _explain(self, failure: WorkerFailure) -> None:
-        """Takes a snapshot immediately if the cause of a failure may be known already, because workers may exit slowly.
+        """Takes a snapshot immediately if the cause of a failure might already be known, because workers may exit
+        slowly.
 
         A failure caused by another rank is explained if a rank has left early, on this or on another machine.
         """

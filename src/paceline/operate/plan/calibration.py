@@ -28,7 +28,7 @@ class MeasuredGradient:
     Attributes:
         name: the name of the parameter.
         nbytes: the size of the gradient in bytes.
-        dtype: the data type, such as "float32"; a bucket only contains gradients of one type.
+        dtype: the data type, such as "float32"; a bucket contains gradients of only one type.
         ready_s: the time from the start of the backward pass until the gradient is complete, in seconds.
     """
 

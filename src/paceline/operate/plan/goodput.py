@@ -136,10 +136,9 @@ def share_with_restarts(period_s: float, saving_s: float, restarting_s: float, r
     """Returns the fraction of time that a restarting job spends on work if failures are a Poisson process (Daly 2006).
 
     Args:
-        period_s: the amount of work between two checkpoints, in seconds; infinite without checkpoints.
-        saving_s: the time by which a checkpoint delays training, in seconds.
-        restarting_s: the time until the job computes again after a failure, in seconds; a failure may also interrupt
-            the restart.
+        period_s: the amount of work between two checkpoints, in seconds; infinite without checkpoints. saving_s: the
+            time by which a checkpoint delays training, in seconds. restarting_s: the time until the job computes again
+            after a failure, in seconds; a failure can also interrupt the restart.
         rate: the number of failures per second.
     """
     if not rate:

@@ -47,7 +47,7 @@ _BUDGET_S = 2.0  # time limit for the short messages on a link, and separately f
 _ALL_ROUNDS_S = 30.0  # time limit for all measurements between hosts
 _SHORT_MESSAGES = 100
 _LONGEST_NBYTES = 64 << 20
-_LONG_S = 0.2  # messages that measure a rate grow until they take this long or reach the maximum size
+_LONG_S = 0.2  # messages for rate measurements are enlarged until they take this long or reach the maximum size
 _HOST_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _HOST_CALLS_S = 0.2
 

@@ -35,7 +35,7 @@ class AssignmentLog:
         self._branches: list[list[tuple[Scope, str, AbstractValue]]] = []
 
     def store(self, scope: Scope, name: str, value: AbstractValue) -> None:
-        """Assigns a variable."""
+        """Assigns a value to a variable."""
         if self._branches:
             self._branches[-1].append((scope, name, scope.get(name, _MISSING)))
         scope[name] = value
@@ -58,7 +58,7 @@ class AssignmentLog:
     def merge(self, branches: Sequence[Assignments], facts: frozenset[Fact] = frozenset()) -> None:
         """Assigns to each variable the alternatives from all branches.
 
-        If `facts` states that the test differs between the ranks, so do the numbers that only one branch assigns.
+        If `facts` states that the test differs between the ranks, numbers assigned in only one branch differ as well.
         """
         for identity in {each: None for branch in branches for each in branch}:
             scope = next(branch[identity][0] for branch in branches if identity in branch)
@@ -112,17 +112,17 @@ class ExecutionState:
         self._conditions_of_starter: list[PathCondition] = []  # the path to the call that started this process
 
     def restart(self) -> None:
-        """Returns to the beginning of the module, with the variables that the script has assigned."""
+        """Restarts at the beginning of the module, and keeps the variables that the script has assigned."""
         self.path.conditions, self.path.loops, self.scopes = [], [], (self._module,)
 
     # Variables
 
     def store(self, target: Scope, key: str, value: AbstractValue) -> None:
-        """Assigns a variable of a scope or an attribute of an object."""
+        """Assigns a value to a variable in a scope or to an attribute of an object."""
         self._log.store(target, key, value)
 
     def assign(self, name: str, value: AbstractValue) -> None:
-        """Assigns a variable of the current function, or of the module if the function declares it as global."""
+        """Assigns a value to a variable of the current function, or of the module if it is declared as global."""
         self.store(self._module if name in self._globals else self.scopes[-1], name, value)
 
     def define(self, name: str, value: AbstractValue) -> None:
@@ -130,7 +130,7 @@ class ExecutionState:
         self.store(self.scopes[-1], name, value)
 
     def declare_global(self, names: Sequence[str]) -> None:
-        """Makes the current function assign these variables in the module."""
+        """Makes the current function's assignments to these variables apply to the module."""
         self._globals |= set(names)
 
     def lookup(self, name: str) -> AbstractValue:

@@ -237,7 +237,7 @@ def deadlocks(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports loops with collectives or backward passes that some ranks may leave before the others."""
+    """Reports loops that contain collectives or backward passes but that some ranks can leave early."""
     for ranks in job.by_node("leave"):
         event = first(ranks)
         loop = event.loops[-1]
@@ -281,7 +281,7 @@ def _tests_around(event: TraceEvent) -> tuple[PathCondition, ...]:
 
 
 def uneven_ranges(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports loops that contain collectives and whose number of iterations differs between the ranks."""
+    """Reports loops that contain collectives but run for different numbers of iterations on different ranks."""
     for ranks in job.by_node("iterate"):
         event = first(ranks)
         lengths = [
@@ -466,7 +466,7 @@ def processes(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def _loader_processes(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports loops over data loaders whose worker processes import the script, which would train again."""
+    """Reports loops over data loaders whose worker processes import the script and would therefore train again."""
     sets_method = any(name.endswith("set_start_method") for name in _called_names(job.tree))
     for event in job.imported.of("iterate"):
         if event.phase == "uncalled" or event.subject is None:

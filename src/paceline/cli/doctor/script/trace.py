@@ -1,4 +1,4 @@
-"""Traces of the ranks of the simulated job: the events that the rules examine, in order."""
+"""Traces of a simulated job's ranks: the events that the rules examine, in order."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ class PathCondition:
 
     @property
     def depends_on_the_rank(self) -> bool:
-        """Whether the test depends or may depend on the rank."""
+        """Whether the test depends, or might depend, on the rank."""
         return not self.facts.isdisjoint({Fact.RANK, Fact.PERHAPS_RANK})
 
     @property
     def is_callback(self) -> bool:
-        """Whether the test is a library call with a callback, which the library may call on only some of the ranks."""
+        """Whether the test is a library call with a callback, which the library might call on only some of the
+        ranks."""
         return isinstance(self.node, ast.Call) and not self.is_known
 
 
@@ -211,7 +212,8 @@ class JobTrace:
         return Confidence.HIGH if certain else Confidence.LOW
 
     def _excludes_init(self, event: TraceEvent) -> bool:
-        """Returns True if a test with an unknown result leads either to an event or to the connection of the ranks."""
+        """Returns True if a test with an unknown result leads either to an event or to a call that connects the
+        ranks."""
         outcomes = {each.node: each.outcome for each in event.conditions if not each.is_known}
         inits = list(self.of(self.traces[0], "init"))
         return bool(inits) and all(

@@ -1,4 +1,4 @@
-"""Rules about the data, the model, its checkpoints and the devices of a script that trains on several ranks."""
+"""Rules about the data, models, checkpoints and devices in a script that trains on several ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _keyword(call: AbstractValue, name: str, position: int) -> AbstractValue | N
 
 
 def loaders(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports loaders that read the entire data set on every rank, or that read too many samples per step."""
+    """Reports loaders that read the entire dataset on every rank, or that read too many samples per step."""
     for ranks in job.by_node("loader"):
         event = first(ranks)
         loader = event.result
@@ -77,14 +77,14 @@ def loaders(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def _has_divided_twin(job: JobTrace, loader: AbstractValue) -> bool:
-    """Returns True if another loader of the same data set has a sampler, in which case this loader may be unused."""
+    """Returns True if another loader of the same dataset has a sampler, in which case this loader may be unused."""
     data = _keyword(loader, "dataset", 0)
     others = [event.result for event in job.traces[0].of("loader") if event.result is not None]
     return any(library_call.sampler_of(each) is not None and _keyword(each, "dataset", 0) is data for each in others)
 
 
 def _is_divided(loader: AbstractValue) -> bool:
-    """Returns True if the data set differs between the ranks."""
+    """Returns True if the dataset differs between the ranks."""
     data = _keyword(loader, "dataset", 0)
     if data is None:
         return True
@@ -101,7 +101,7 @@ def _is_divided(loader: AbstractValue) -> bool:
 
 
 def _is_familiar(loader: AbstractValue) -> bool:
-    """Returns False if an unknown function created the data set and might have divided it, or if it has no samples."""
+    """Returns False if an unknown function created the dataset and might have divided it, or if it has no samples."""
     data = _keyword(loader, "dataset", 0)
     if data is None or data.is_known:  # a constant, such as a range, takes the place of the samples
         return False
@@ -177,7 +177,7 @@ def _evaluation(job: JobTrace, sampler: AbstractValue, loader: AbstractValue, sh
 
 
 def _counts_samples(job: JobTrace, loader: AbstractValue, iterations: list[TraceEvent]) -> bool:
-    """Returns True if the ranks sum their counts after the loop, and divide the sum by the size of the data set."""
+    """Returns True if the ranks sum their counts after the loop, and divide the sum by the size of the dataset."""
     data = _keyword(loader, "dataset", 0)
     events = job.traces[0].events
     after = events[events.index(iterations[0]) :]

@@ -1,4 +1,4 @@
-"""Abstract values, which contain static information about the objects of one rank, and their operators."""
+"""Abstract values and their operators. A value contains static information about an object on one rank."""
 
 from __future__ import annotations
 

@@ -404,7 +404,7 @@ _LONG_PAUSE_S = 10.0  # pause after a response from a process without the job's 
 class RunningJobAnnouncer:
     """Announces a running job at the rendezvous address while none of the job's launchers listens there.
 
-    A supervisor may restart the job's first launcher with the same command. The restarted launcher does not have the
+    A supervisor might restart the job's first launcher with the same command. The restarted launcher does not have the
     addresses of the other launchers, but these launchers have the rendezvous address. Announcements are sent from a
     separate thread.
 

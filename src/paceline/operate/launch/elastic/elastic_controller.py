@@ -1,4 +1,4 @@
-"""`ElasticController`: adapts the coordinator of an elastic job to the controller protocol of the rendezvous.
+"""`ElasticController`: adapts an elastic job's coordinator to the rendezvous's controller protocol.
 
 The coordinator identifies a machine by its number, and the rendezvous identifies it by its node. The controller
 translates between the two, and `MachineRegistry` assigns slots and stores. `ShutdownPlan` determines the final reports
@@ -270,7 +270,7 @@ class ElasticController:
         failures: Iterable[WorkerFailure],
         now_s: float,
     ) -> Orders:
-        """Takes over a job, whose state is restored from the reports of the machines that follow this launcher.
+        """Takes over a job, and restores its state from the reports of the machines that follow this launcher.
 
         Args:
             home: The number of this machine.

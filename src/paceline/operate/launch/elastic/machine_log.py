@@ -45,7 +45,7 @@ _TRANSFERS_KEPT = 4  # number of transfers to keep; a sender serves fewer at a t
 
 @dataclass
 class ReplayableMessages:
-    """The messages from a worker that are still relevant, oldest first.
+    """A worker's messages that are still relevant, oldest first.
 
     When a machine starts to follow a coordinator, it sends these messages for each running worker. The coordinator
     handles them as if the worker had just sent them, and responds with the current view.
@@ -54,7 +54,7 @@ class ReplayableMessages:
     messages: list[FromWorker] = field(default_factory=list)
 
     def heard(self, message: FromWorker) -> None:
-        """Adds the worker's next message, and removes earlier messages that are superseded by it."""
+        """Adds the worker's next message, and removes earlier messages that it supersedes."""
         match message:
             case WorkerReady():
                 self.messages = [entry for entry in self.messages if isinstance(entry, LeaveNotice)]

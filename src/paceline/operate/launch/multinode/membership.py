@@ -151,7 +151,7 @@ def pause_s(restarts: int) -> float:
 
 @dataclass
 class Membership:
-    """The nodes of a job. The caller must call `tick` at `deadline_s`, which other events may change."""
+    """The nodes of a job. The caller must call `tick` at `deadline_s`, which other events can change."""
 
     policy: MembershipPolicy
     started_s: float = 0.0

@@ -293,7 +293,7 @@ def connect_in_time(
 ) -> Connection:
     """Connects once the rendezvous is available. If the wait is long, `say` prints a message about it.
 
-    Name resolution is repeated as well, because a pod's name is only published once the pod has started.
+    Name resolution is repeated as well, because a pod's name is published only once the pod has started.
 
     Raises:
         RendezvousTimeoutError: No launcher hosted the rendezvous in time.

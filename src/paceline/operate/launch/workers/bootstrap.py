@@ -1,7 +1,7 @@
 """Entry program for each worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec|--text FILE] SCRIPT ARGS...`.
 
-The program runs the script like `python SCRIPT`, and announces an uncaught exception to the launcher. If the launcher
-dies, the worker is killed as well. To keep the startup of workers fast, nothing is imported from the package.
+The program runs the script as `python SCRIPT` does, and announces an uncaught exception to the launcher. If the
+launcher dies, the worker is killed as well. To keep the startup of workers fast, nothing is imported from the package.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def _print_uncaught() -> None:
         sys.path.insert(0, package)
         try:
             from paceline.operate.launch.failures import print_uncaught
-        except Exception:  # e.g. a file of the script's directory has the name of a module in the standard library
+        except Exception:  # e.g. a file in the script's directory has the same name as a module in the standard library
             sys.__excepthook__(kind, error, trace)
         else:
             print_uncaught(kind, error, trace)

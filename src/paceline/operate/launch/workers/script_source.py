@@ -51,7 +51,7 @@ class ScriptSource:
         uses_optimizers: whether the program mentions an optimizer. A process's first optimizer imports torch's
             compiler.
         uses_paceline: whether the program mentions Paceline.
-        sets_variables: whether the program may set environment variables that are read while torch is imported.
+        sets_variables: whether the program might set environment variables that are read while torch is imported.
     """
 
     imports_torch: bool = False
@@ -116,7 +116,7 @@ def _first_files(command: Command) -> tuple[Path | None, list[Path]]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # for example, a directory that only others may read, or a name that is too long
+    except (OSError, ValueError):  # for example, a directory that only other users may read, or a name that is too long
         return False
 
 
@@ -147,7 +147,7 @@ def _files_of(directory: Path, name: str) -> Iterator[Path]:
 
 
 def _may_set_variables(tree: ast.AST) -> bool:
-    """Returns True if a module may set a variable that is not known to be harmless.
+    """Returns True if a module might set a variable that is not known to be harmless.
 
     This is assumed if the module uses the environment for anything but reading variables and setting harmless ones by
     name, or if it runs code that is not part of the source.

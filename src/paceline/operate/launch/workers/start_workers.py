@@ -144,11 +144,11 @@ def modules_to_fork(job: Job) -> tuple[str, ...] | None:
     """Returns the modules to import before this machine's workers are forked.
 
     Of the modules that the program uses, these take longest to import. If the result is None, each worker is started in
-    a new interpreter. The workers of an elastic job are forked unless the user's options or the kind of program
-    require new interpreters. In other jobs, unless the user chose a method, workers are forked if there are several of
-    them and their program imports torch. New interpreters are used if the program may set variables that are read while
-    torch is imported, if OpenMP binds the program's threads, or if a tool observes the program from its start. If there
-    are many workers per core, they are forked in any case, because they cannot be training.
+    a new interpreter. The workers of an elastic job are forked unless the user's options or the kind of program require
+    new interpreters. In other jobs, unless the user chose a method, workers are forked if there are several of them and
+    their program imports torch. New interpreters are used if the program might set variables that are read while torch
+    is imported, if OpenMP binds the program's threads, or if a tool observes the program from its start. If there are
+    many workers per core, they are forked in any case, because they cannot be training.
     """
     if job.start_method == "spawn":
         return None

@@ -1,6 +1,6 @@
 """Terminal on which one worker may draw while the lines printed by all other workers appear above the drawing.
 
-`Rows` interprets the control sequences used by progress bars. A row is live as long as the program may return to it,
+`Rows` interprets the control sequences used by progress bars. A row is live as long as the program can return to it,
 with a carriage return or by moving the cursor up. (`tqdm` moves the cursor for nested bars, and `rich` for live
 displays.) Other rows are final.
 """
@@ -22,7 +22,7 @@ _WITHOUT_WIDTH = rb"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f]"
 _CONTROL = re.compile(rb"[\r\x1b]")
 _WITHIN_A_ROW = b"mCDPX@"  # colors, cursor movement and edits within a row
 _LONGEST_ROW = 1 << 16
-_REMEMBERED = 64  # number of final rows that the cursor may still return to
+_REMEMBERED = 64  # number of final rows to which the cursor can still return
 _COLUMNS = 80  # default width for a terminal of unknown size
 
 
@@ -53,7 +53,7 @@ class Rows:
         self._newlines = 0  # number of newlines at the bottom since the program last moved up
         self._rest = b""  # incomplete control sequence at the end of the input
         self.hides_cursor = False
-        self._may_return = False  # whether the cursor is hidden, as by live displays, and may return to all rows
+        self._may_return = False  # whether the cursor is hidden, as in live displays, and can return to all rows
 
     @property
     def is_blank(self) -> bool:
@@ -95,7 +95,7 @@ class Rows:
         return b"".join(shown)
 
     def only_grows_by(self, data: bytes) -> bool:
-        """Returns True if `data` is plain text that follows the open row, which takes little time for any length."""
+        """Returns True if `data` is plain text that continues the open row. This check is fast for any length."""
         return not self._prefix and self._is_plain() and not _CONTROL.search(data)
 
     def final(self) -> list[bytes]:
