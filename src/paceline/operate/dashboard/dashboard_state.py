@@ -1,7 +1,7 @@
 """State of a job as displayed by the page, `paceline top` and the report: one immutable `DashboardState`.
 
 Durations are in milliseconds, as displayed, except those with the suffix `_s`, which are in seconds. Append-only lists
-have the type `AppendOnlyList`, so that a viewer that already has the beginning of a list only fetches the rest.
+have the type `AppendOnlyList`, so that a viewer that already has the beginning of a list fetches only the rest.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def verb(count: int, plural: str) -> str:
 
 
 def beginning(snapshot: JobSnapshot, ranks: Sequence[int]) -> str:
-    """Returns the beginning of a sentence, which states the lowest step of these ranks; "" if no step is known."""
+    """Returns a prefix for a sentence, with the lowest step of these ranks; "" if no step is known."""
     steps = [rank.step for rank in snapshot.ranks if rank.rank in ranks and rank.step is not None]
     return f"step {min(steps)}: " if steps else ""
 

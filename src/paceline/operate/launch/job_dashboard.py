@@ -1,6 +1,6 @@
 """A job's dashboard in the launcher, and the feed from launchers on other machines.
 
-Launchers import this module only if the job has a dashboard. A feed only runs while a browser shows the dashboard.
+Launchers import this module only if the job has a dashboard. A feed runs only while a browser shows the dashboard.
 """
 
 from __future__ import annotations

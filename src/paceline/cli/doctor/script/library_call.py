@@ -165,7 +165,7 @@ def disables_gradients(value: AbstractValue) -> bool:
 
 
 def skips_averages(value: AbstractValue) -> bool:
-    """Returns True if the context manager is `no_sync` of a wrapped model."""
+    """Returns True if the context manager is a wrapped model's `no_sync`."""
     owner = value.receiver
     return value.called_name == "no_sync" and owner is not None and owner.wraps is not None
 

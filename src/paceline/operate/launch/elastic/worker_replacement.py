@@ -31,7 +31,7 @@ class ExitCause(Enum):
     DONE = auto()  # the worker's script completed
     LEFT = auto()  # the worker was asked to leave
     REFUSED = auto()  # the coordinator refused the worker
-    RELEASED = auto()  # the other workers continued without this worker, which may be replaced
+    RELEASED = auto()  # the other workers continued without this worker, which can be replaced
     KILLED = auto()  # the worker was terminated from outside the script
     FAILED = auto()  # the worker's script failed or crashed
 

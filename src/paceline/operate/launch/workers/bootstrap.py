@@ -238,7 +238,7 @@ class _ExceptionRecorder:
     """Records an uncaught exception in the script, and announces it to the launcher immediately.
 
     The process itself may take seconds to exit because of threads, exit handlers and memory to release. Modules are
-    only imported after an exception.
+    imported only after an exception.
     """
 
     def __init__(self, path: str) -> None:

@@ -61,7 +61,7 @@ class Cgroup:
         return cls(own / f"paceline-{secrets.token_hex(8)}")
 
     def make(self) -> bool:
-        """Creates the cgroup. Returns False without a cgroup if the kernel denies this or lacks `cgroup.kill`."""
+        """Creates the cgroup; returns False if the kernel denies this or lacks `cgroup.kill`."""
         try:
             self.directory.mkdir()
             if (self.directory / "cgroup.kill").exists():

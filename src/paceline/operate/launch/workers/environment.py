@@ -2,7 +2,7 @@
 
 `--compat torch,horovod` only sets environment variables, so it also affects a script's subprocesses, such as those
 started by mp.spawn. PACELINE_* variables are checked before any worker starts, because an invalid value would terminate
-every worker. The module that reads a variable also defines the valid values, and is only imported if the variable is
+every worker. The module that reads a variable also defines the valid values, and is imported only if the variable is
 set.
 """
 

@@ -4,7 +4,7 @@ The launcher serves the stores of each generation, so that the stores outlive ra
 store at PACELINE_STORE with the job's secret; on a single machine, the store uses a Unix socket. torch.distributed uses
 a separate store at MASTER_ADDR and MASTER_PORT, because its clients expect a store there if
 TORCHELASTIC_USE_AGENT_STORE is set. The protocol of torch's store has no authentication. Torch's store therefore has
-its own keys, and on a single machine it only listens on loopback. The store only starts listening when a worker
+its own keys, and on a single machine it listens only on loopback. The store starts listening only when a worker
 requests it, so that a job with only Paceline's groups does not open this port.
 """
 
@@ -30,7 +30,7 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0 disables the plug-in that reque
 
 
 class WorkerStores:
-    """The stores served by this machine's launcher. Workers only use the stores on the machine with rank 0.
+    """The stores served by this machine's launcher. Workers use only the stores on the machine with rank 0.
 
     Args:
         job: The job, whose options specify the ports.
