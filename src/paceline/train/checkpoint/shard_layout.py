@@ -271,7 +271,8 @@ class ShardLayout:
         """Returns True if an optimizer tensor that belongs to the parameter is divided like the parameter.
 
         Raises:
-            TypeError: the parameter is divided, and the tensor has neither its local shape nor a single element.
+            TypeError: the parameter is divided, and the tensor has neither the parameter's local shape nor a single
+                element.
         """
         if not self.is_divided or tensor.shape == self.local_shape:
             return self.is_divided

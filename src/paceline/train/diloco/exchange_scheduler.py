@@ -64,14 +64,14 @@ class ExchangeInterval:
 
 @dataclass(frozen=True)
 class BeginExchange:
-    """The action of starting an exchange with this rank's current parameters."""
+    """The action that starts an exchange with this rank's current parameters."""
 
     exchange: int
 
 
 @dataclass(frozen=True)
 class UseResult:
-    """The action of waiting for the result of an exchange and applying it."""
+    """The action that waits for the result of an exchange and applies it."""
 
     exchange: int
 

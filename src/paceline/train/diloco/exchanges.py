@@ -415,8 +415,8 @@ class NoExchanges:
 class BackgroundExchanges:
     """Runs exchanges on a background thread, in dedicated process groups.
 
-    While this rank's training is late, or after it has finished, the thread contributes zeros to the collectives of
-    other ranks' exchanges, so that these exchanges need not wait.
+    While this rank lags behind in training, or after it has finished, the thread contributes zeros to the collectives
+    of other ranks' exchanges, so that these exchanges need not wait.
 
     Args:
         group: the process group for the exchanges; no other thread may use it.

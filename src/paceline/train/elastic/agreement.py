@@ -3,8 +3,8 @@
 A *round* is one sum over all shards: the gradient of a step, or an evaluation. A member keeps the partial sums that it
 has computed in the current round, so that only the partial sums of a dead worker are computed again. A member commits a
 round only after it has received the vote of every member, so every member then has the result. Members that have not
-committed the round merely lack the confirmation that all members agreed. They are one round behind, and commit the
-result for which they voted.
+committed the round lack only the confirmation that all members agreed. They are one round behind, and commit the result
+for which they voted.
 
 After one member has begun a batch, another member may lose its connections and begin the same batch in a later view.
 This second member must not assign the batch again. Members therefore exchange the latest batch that they have begun or

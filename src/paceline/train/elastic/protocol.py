@@ -275,8 +275,8 @@ def has_quorum(members: Collection[str], dead: Collection[str], reachable: Colle
     """Returns True if the partition with the workers in `reachable` may replace a view that consists of `members`.
 
     Only deaths confirmed by the worker's own machine reduce the number of members. A partition needs more than half of
-    the remaining members. If it has exactly half, it may continue only if it contains the lowest worker name. A view
-    whose members are all dead needs no quorum.
+    the remaining members. If it has exactly half, it may continue only if it contains the worker with the lowest name.
+    A view whose members are all dead needs no quorum.
     """
     left = set(members) - set(dead)
     if not left:

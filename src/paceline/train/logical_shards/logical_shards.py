@@ -68,9 +68,9 @@ class LogicalShards:
     Each shard runs its own forward and backward passes, with its own random numbers (for example for dropout) and with
     normalization over its own samples. Losses, gradients and buffer updates (running statistics) are added in a
     pairwise tree over the shards. Training therefore produces bitwise equal parameters on any number of ranks up to
-    `count`. If the number of ranks is a power of two that divides `count`, training sends no more bytes than with an
-    all-reduce. With any other number of ranks, training sends more bytes, and unless the number divides `count`, the
-    work is divided unevenly.
+    `count`. If the number of ranks is a power of two that divides `count`, training sends no more bytes than an
+    all-reduce does. With any other number of ranks, training sends more bytes, and unless the number divides `count`,
+    the work is divided unevenly.
 
     For bitwise equal results, runs must also use the same CPU or GPU model, the same version of torch and the same
     number of threads, which the constructor sets for this process. GPU training additionally requires

@@ -391,7 +391,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
         where: the name of the file, for error messages.
 
     Raises:
-        CheckpointDamagedError: the manifest is truncated, changed or contradictory.
+        CheckpointDamagedError: the manifest is truncated, changed or inconsistent.
         CheckpointError: the data is not a manifest, or has an unsupported version.
     """
 

@@ -64,7 +64,7 @@ class MissingChunks:
         return is_new
 
     def lost(self, sender: str) -> None:
-        """Puts the chunks that were requested only from this sender back into the queue."""
+        """Returns to the queue the chunks that were requested only from this sender."""
         for chunk, senders in list(self._asked.items()):
             senders.discard(sender)
             if not senders:

@@ -285,7 +285,7 @@ class ElasticState:
         """Returns the SHA-256 digest of the state as 64 hexadecimal digits, equal on every worker.
 
         The state consists of the module's parameters and persistent buffers by name, and the `state_dict` of all other
-        objects including the epoch; gradients and random number generators are excluded. The digest covers the dtype,
+        objects, including the epoch; gradients and random number generators are excluded. The digest covers the dtype,
         shape and elements of each tensor and the values of everything else. It does not depend on the order of keys or
         the kind of container. The digest does not change if a checkpoint is saved and loaded on any number of workers,
         or if the state is transferred to a joining worker.
