@@ -50,6 +50,22 @@ def test_models_that_differ_name_their_first_such_parameter(ranks, at, first):
         assert "Build the same model on every rank" in told
 
 
+def wrap_expanded_tensors() -> None:
+    dist.init_process_group()
+    parameter, buffer = nn.Linear(3, 1), nn.Linear(3, 1)
+    parameter.weight = nn.Parameter(torch.ones(1).expand(1, 3))
+    buffer.register_buffer("mask", torch.ones(1).expand(3))
+    for module, name in ((parameter, "weight"), (buffer, "mask")):
+        with pytest.raises(RuntimeError, match=rf"elements of '{name}' share a memory .*clone\(\)"):
+            dist.DistributedDataParallel(module)
+    dist.DistributedDataParallel(buffer, broadcast_buffers=False, init_sync=False)
+    dist.barrier()
+
+
+def test_expanded_tensors_are_refused_on_all_ranks(ranks):
+    ranks(2)(wrap_expanded_tensors)
+
+
 def change_parameters_after_wrapping() -> None:
     dist.init_process_group()
     module = mlp()

@@ -308,6 +308,11 @@ def change_after_wrapping() -> None:
     for _ in range(17):
         assert torch.func.functional_call(evaluated, values, x).count_nonzero() == 0
     evaluated(x).sum().backward()
+    called = wrapped()  # the first forward pass, which checks the module
+    doubled = {"module.1.weight": called.module[1].weight * 2}
+    torch.func.functional_call(called, doubled, x).sum().backward()
+    expected = 2 * called.module[0](x).detach().expand(2, 2)
+    torch.testing.assert_close(called.module[1].weight.grad, expected)
     for _ in range(3):
         unfrozen(x).sum().backward()
     unfrozen.module[0].bias.requires_grad_()

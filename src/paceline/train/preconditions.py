@@ -236,6 +236,14 @@ def unsupported_reason(
                 "broadcast_buffers=False, or leave it out with "
                 "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
             )
+    for name, tensor in (tracked.trained | tracked.frozen | with_values).items():
+        # 1 is at::MemOverlap::Yes: a dimension of several elements has stride 0.
+        if tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1:
+            return RuntimeError(
+                f"several elements of {name!r} share a memory location (shape {list(tensor.shape)}, strides "
+                f"{list(tensor.stride())}), so values from other ranks cannot be written to it; register a clone() of "
+                "the expanded tensor instead"
+            )
     if not tracked.trained and not has_delayed:
         return RuntimeError(
             "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"

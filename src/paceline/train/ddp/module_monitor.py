@@ -122,6 +122,8 @@ class ModuleMonitor:
     def _accept_change(self) -> None:
         """Records the module's current structure, or raises an error if the trained parameters have changed."""
         now = {id(param): name for name, param in self._module.named_parameters()}
+        if not all(isinstance(param, nn.Parameter) for param in self._module.parameters()):
+            return  # torch.func.functional_call replaces parameters by tensors during one call; they pass gradients on
         unknown = {
             name: param
             for name, param in self._module.named_parameters()
