@@ -11,7 +11,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from paceline.comm.security.encryption import Connection
-from paceline.comm.security.handshake import TIMEOUT_S, PeerGoneError, PeerHello, encrypt_as_server, verify
+from paceline.comm.security.handshake import (
+    TIMEOUT_S,
+    ForeignJobError,
+    PeerGoneError,
+    PeerHello,
+    encrypt_as_server,
+    verify,
+)
 from paceline.comm.security.untrusted_peers import PendingConnections, RejectedConnections, origin_of_connection
 from paceline.errors import AuthenticationError
 from paceline.linux import is_out_of_descriptors
@@ -57,6 +64,8 @@ class AuthenticatedListener:
             connection.
         generation: the generation to which the peer must belong.
         secret: the job's secret, which determines the certificate of encrypted connections.
+        on_foreign_job: a function that is called with the host of a peer that reports a running job with another
+            secret. The report is not authenticated.
     """
 
     def __init__(
@@ -67,7 +76,9 @@ class AuthenticatedListener:
         admit: Callable[[Connection, PeerHello], None],
         generation: int = 0,
         secret: bytes | None = None,
+        on_foreign_job: Callable[[str], None] | None = None,
     ) -> None:
+        self._on_foreign_job = on_foreign_job
         self._listener = listener
         self._listener.setblocking(True)
         self._key = key
@@ -143,6 +154,8 @@ class AuthenticatedListener:
             was_dropped = not (self._leave(connection) or has_proved)
             if not self._closed:  # connections closed by `close` do not count as rejected
                 self._log(host, error, was_dropped)
+                if isinstance(error, ForeignJobError) and self._on_foreign_job is not None:
+                    self._on_foreign_job(host)
         finally:
             self._leave(connection)
         connection.close()

@@ -9,7 +9,8 @@ and rejects a plaintext connection where encryption is required. On every connec
 
 The letters prevent reflection, the nonces prevent replay, and the channel's name prevents a connection to one service
 from being spliced into a connection to another. The proofs take 140 bytes. Data from a peer is not used before the
-peer's proof has been checked.
+peer's proof has been checked. The one exception is a hello for the channel `running`, with which a launcher reports its
+running job to a process that has another secret. It contains no other data, and no reply follows.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _PROOF_BYTES = 32
 _ENCRYPTED_ONLY = b"this job takes encrypted connections only".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
 WITHOUT_HEADER = b"one port for many: say which number you want".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
 _REASON_WITHOUT_HEADER = "no application protocol"
+_RUNNING = "running"
 _REFUSAL = bytes(_PROOF_BYTES)  # equals a valid proof with a probability of only 1 in 2**256
 
 
@@ -48,6 +50,10 @@ class HandshakeUnfinishedError(AuthenticationError):
 
 class PeerGoneError(HandshakeUnfinishedError):
     """The peer closed the connection without sending invalid data. It either exited or requested another service."""
+
+
+class ForeignJobError(AuthenticationError):
+    """The peer reports that a job with another secret is running. The report cannot be verified."""
 
 
 class PeerHello:
@@ -155,6 +161,20 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
     _send(connection, _digest(key, b"C", first, answer), deadline)
 
 
+def warn_of_running_job(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> None:
+    """Reports to the process at the other end, which has another secret, that this process's job is running.
+
+    Args:
+        connection: a new connection without encryption.
+        timeout_s: the timeout in seconds.
+
+    Raises:
+        HandshakeUnfinishedError: the report could not be sent.
+    """
+    hello = _HELLO.pack(_MAGIC, _RUNNING.encode(), 0, 0, 0, os.urandom(_NONCE_BYTES))
+    _send(connection, hello, time.monotonic() + timeout_s)
+
+
 def _missing_header(connection: Connection) -> AuthenticationError:
     """Returns the error for a peer that serves all of its machine's listeners on one port and received no header."""
     return AuthenticationError(
@@ -170,6 +190,7 @@ def verify(
 
     Raises:
         AuthenticationError: the peer does not hold the key, or uses another protocol.
+        ForeignJobError: the peer reports a running job that has another secret.
         HandshakeUnfinishedError: the peer did not answer in time.
         PeerGoneError: the peer closed the connection.
     """
@@ -177,6 +198,7 @@ def verify(
     expected = struct.pack("<8s8s", _MAGIC, channel.encode())
     first = _receive(connection, _HELLO.size, deadline, expected)
     _, _, rank, lane, peer_generation, _ = _HELLO.unpack(first)
+    _require_own_job(connection, first)
     if not first.startswith(expected):
         raise AuthenticationError(f"{_name_of(connection)} uses a protocol other than Paceline's {channel!r}")
     nonce = os.urandom(_NONCE_BYTES)
@@ -208,12 +230,18 @@ def _refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> No
     """
     deadline = time.monotonic() + timeout_s
     first = _receive(connection, _HELLO.size, deadline, _MAGIC)
+    _require_own_job(connection, first)
     if first.startswith(_MAGIC):
         _send(connection, _ENCRYPTED_ONLY, deadline)
     raise AuthenticationError(
         f"{_name_of(connection)} connected without encryption, which this job requires between machines; expected TLS. "
         "Start it with --security encrypt or PACELINE_SECURITY=encrypt"
     )
+
+
+def _require_own_job(connection: Connection, first: bytes) -> None:
+    if first.startswith(struct.pack("<8s8s", _MAGIC, _RUNNING.encode())):
+        raise ForeignJobError(f"{_name_of(connection)} reports a running job that has another secret")
 
 
 def _digest(key: bytes, side: bytes, *parts: bytes) -> bytes:

@@ -15,12 +15,13 @@ import pytest
 from gates import open_gate
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import wait_until
 from simulated_training import Training
 
 from paceline.comm.one_port.dialer import PASSED_ON, header_for
 from paceline.comm.one_port.port_multiplexer import MAX_PENDING_CLIENTS, listen_at_number
-from paceline.comm.security.authenticated_listener import MAX_HANDSHAKES
-from paceline.comm.security.handshake import PeerHello, prove
+from paceline.comm.security.authenticated_listener import MAX_HANDSHAKES, AuthenticatedListener
+from paceline.comm.security.handshake import PeerHello, prove, warn_of_running_job
 from paceline.comm.security.secret import derive_key
 from paceline.comm.security.untrusted_peers import PendingConnections, origin_of_connection
 from paceline.comm.store import remote_store
@@ -80,6 +81,21 @@ def test_the_oldest_of_the_most_frequent_origin_makes_room(origins, most):
         else:
             assert ended is None
         assert list(pending) == kept and len(pending) <= most
+
+
+@pytest.mark.parametrize("level", ["auth", "encrypt"])
+def test_a_running_job_with_another_secret_is_reported(monkeypatch, level):
+    monkeypatch.setenv("PACELINE_SECURITY", level)
+    monkeypatch.setattr("paceline.comm.security.handshake.is_between_machines", lambda _: True)
+    listener, hosts = socket.create_server(("127.0.0.1", 0)), list[str]()
+    with contextlib.closing(AuthenticatedListener(listener, b"key", "node", fail, on_foreign_job=hosts.append)) as door:
+        with connected(door.port) as connection:
+            warn_of_running_job(connection)
+        wait_until(lambda: hosts == ["127.0.0.1"])
+
+
+def fail(*_: object) -> None:
+    raise AssertionError
 
 
 def test_a_connection_that_proves_itself_takes_no_place():

@@ -53,6 +53,7 @@ from paceline.operate.launch.multinode.remote_client import (
     connect,
     connect_in_time,
     lost_at,
+    warn_of_running_job_at,
 )
 from paceline.operate.launch.multinode.server import RendezvousServer
 from paceline.train.elastic.coordinator.election import (
@@ -406,7 +407,7 @@ class RunningJobAnnouncer:
 
     A supervisor might restart the job's first launcher with the same command. The restarted launcher does not have the
     addresses of the other launchers, but these launchers have the rendezvous address. Announcements are sent from a
-    separate thread.
+    separate thread. A launcher with another secret only receives a warning, which is not authenticated.
 
     Args:
         address: The rendezvous address. Its host name is resolved again for each announcement.
@@ -443,8 +444,11 @@ class RunningJobAnnouncer:
                 continue
             try:
                 listens_there = self._call(running)
-            except (AuthenticationError, HandshakeUnfinishedError, MessageError, ValueError):
+            except (AuthenticationError, MessageError, ValueError) as error:
                 self._pause_s = _LONG_PAUSE_S
+                if isinstance(error, AuthenticationError) and not isinstance(error, HandshakeUnfinishedError):
+                    with contextlib.suppress(OSError, HandshakeUnfinishedError):
+                        warn_of_running_job_at(self._address, _DIAL_S)
             except OSError:
                 listens_there = -1
 
@@ -524,7 +528,8 @@ def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], address
 def _serve(
     listener: ListeningEndpoint, secret: bytes | None, standby: StandbyController, silence_s: float
 ) -> RendezvousServer:
-    server = RendezvousServer(listener, secret, DashboardRelay(DiagnosisCollector(standby, "slot")), silence_s)
+    controller = DashboardRelay(DiagnosisCollector(standby, "slot"))
+    server = RendezvousServer(listener, secret, controller, silence_s, on_foreign_job=standby.warn_of_foreign_job)
     standby.wake = server.wake
     return server
 

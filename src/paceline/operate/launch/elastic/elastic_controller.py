@@ -345,6 +345,24 @@ class ElasticController:
         text = "a job with this address is already running, and is looking for a coordinator; waiting for it"
         return [(node, NotifyOrder(text)) for node in self._machines.here]
 
+    def warned_of_foreign_job(self, host: str) -> Orders:
+        """Handles the report of a running job with another secret: ends this job if it has not begun to train.
+
+        Anyone can send such a report, so it does not end a job that trains.
+        """
+        if self._end is not None:
+            return []
+        text = (
+            f"the launcher at {host} reports that a job with another secret is already running at this rendezvous "
+            "address; set that job's PACELINE_SECRET to join it, or choose another address"
+        )
+        if self._coordinator.hold_back(0.0):
+            return self._over(JobEnded(1, text))
+        if self._has_heard_of_another:
+            return []
+        self._has_heard_of_another = True
+        return [(node, NotifyOrder(text)) for node in self._machines.here]
+
     def ended(self, node: str, why: str, now_s: float) -> Orders:
         """Removes a node whose launcher has exited. The kernel has killed the node's workers."""
         machine = self._machines.here.pop(node, None)

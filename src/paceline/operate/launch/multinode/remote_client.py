@@ -16,7 +16,14 @@ from enum import Enum, auto
 
 from paceline.comm.one_port.dialer import dial
 from paceline.comm.security.encryption import Connection
-from paceline.comm.security.handshake import TIMEOUT_S, HandshakeUnfinishedError, PeerHello, encrypt_as_client, prove
+from paceline.comm.security.handshake import (
+    TIMEOUT_S,
+    HandshakeUnfinishedError,
+    PeerHello,
+    encrypt_as_client,
+    prove,
+    warn_of_running_job,
+)
 from paceline.comm.security.secret import derive_key, require_secret
 from paceline.errors import RendezvousTimeoutError
 from paceline.operate.diagnosis.clock_offset import Offset, OffsetEstimate
@@ -184,6 +191,16 @@ def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) ->
         plain.close()
         raise
     return connection
+
+
+def warn_of_running_job_at(address: tuple[str, int], timeout_s: float) -> None:
+    """Reports to the launcher at an address, which has another secret, that this launcher's job is running.
+
+    Raises:
+        OSError, HandshakeUnfinishedError: No server is listening on the address.
+    """
+    with contextlib.closing(dial(address, timeout_s)) as connection:
+        warn_of_running_job(connection, timeout_s)
 
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25

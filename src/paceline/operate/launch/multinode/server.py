@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.comm.security.authenticated_listener import AuthenticatedListener, ListeningEndpoint
@@ -138,6 +138,7 @@ class RendezvousServer:
         controller: The controller that decides on orders.
         silence_s: The silence after which a node counts as lost, in seconds.
         bears_starvation: Whether a longer silence is tolerated while a node's machine responds.
+        on_foreign_job: See `AuthenticatedListener`.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class RendezvousServer:
         controller: JobController,
         silence_s: float,
         bears_starvation: bool = False,
+        on_foreign_job: Callable[[str], None] | None = None,
     ) -> None:
         self._controller = controller
         self._bears_starvation = bears_starvation
@@ -160,7 +162,9 @@ class RendezvousServer:
         self._selector.register(self._waiting, selectors.EVENT_READ)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         key = derive_key(secret, CHANNEL)
-        self._doorkeeper = AuthenticatedListener(listener, key, CHANNEL, self._admit, secret=secret)
+        self._doorkeeper = AuthenticatedListener(
+            listener, key, CHANNEL, self._admit, secret=secret, on_foreign_job=on_foreign_job
+        )
         self._turned_s = time.monotonic()  # time at which the serving thread last began an iteration
         self._is_over = threading.Event()
         self._threads = [

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 from launching import wait_until
 
+import paceline
 from paceline.comm.store.tcp_store import listen
 from paceline.operate.launch.elastic.coordinator_client import RunningJobAnnouncer
-from paceline.operate.launch.multinode.membership import Orders
-from paceline.operate.launch.multinode.protocol import FollowResponse, JobRunning, JoinJob, Report
+from paceline.operate.launch.elastic.elastic_controller import ElasticController
+from paceline.operate.launch.elastic.standby_controller import StandbyController
+from paceline.operate.launch.elastic_options import ElasticOptions
+from paceline.operate.launch.multinode.membership import MembershipPolicy, Orders
+from paceline.operate.launch.multinode.protocol import (
+    FollowResponse,
+    JobEnded,
+    JobRunning,
+    JoinJob,
+    Order,
+    Report,
+)
 from paceline.operate.launch.multinode.server import RendezvousServer
 
 SECRET = b"42" * 16
@@ -101,3 +113,41 @@ def test_a_listener_with_another_secret_gets_no_message(serving):
     finally:
         caller.close()
     assert not any(isinstance(each, JobRunning | JoinJob) for each in called.heard)
+
+
+class Beginning(StandbyController):
+    """A launcher that has just been started at the rendezvous address, with its orders."""
+
+    def __init__(self) -> None:
+        policy = MembershipPolicy("job", 1, 2)
+        super().__init__(policy, ElasticOptions(), ElasticController(policy, ElasticOptions(), time.monotonic()))
+        self.ordered: list[Order] = []
+
+    def tick(self, now_s: float) -> Orders:
+        orders = super().tick(now_s)
+        self.ordered += [order for _, order in orders]
+        return orders
+
+
+def test_a_launcher_with_another_secret_does_not_start_a_job(serving):
+    begins = Beginning()
+    server = serving["new"] = RendezvousServer(
+        listen("127.0.0.1", 0, SECRET), SECRET, begins, 2.0, on_foreign_job=begins.warn_of_foreign_job
+    )
+    begins.wake = server.wake
+    caller = RunningJobAnnouncer(server.address, b"17" * 16, lambda: JOB, lambda _: False)
+    try:
+        wait_until(lambda: caller._pause_s > 1)
+        assert begins.ordered == [], "no launcher has connected that could print the reason"
+        begins.reported("a", own_join(), time.monotonic())
+        wait_until(lambda: any(isinstance(order, JobEnded) for order in begins.ordered))
+    finally:
+        caller.close()
+    (end,) = [order for order in begins.ordered if isinstance(order, JobEnded)]
+    assert end.code == 1
+    assert "the launcher at 127.0.0.1 reports that a job with another secret is already running" in end.reason
+    assert "set that job's PACELINE_SECRET to join it, or choose another address" in end.reason
+
+
+def own_join() -> JoinJob:
+    return JoinJob("h0", 1, "h0", 7, 1, version=paceline.__version__, is_elastic=True, serves=True)

@@ -326,6 +326,22 @@ def test_a_job_gives_way_to_one_that_runs_already(trains):
     assert play.steering.running() is None and play.steering.deadline_s is None
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_only_a_job_that_trains_survives_one_of_another_secret(trains):
+    play = Play(1, 3)
+    play.join("a", serves=True)
+    if trains:
+        play.run("a", "0.0.0")
+    play.asked("a")
+    for _ in range(2):
+        play.take(play.steering.warned_of_foreign_job("10.0.0.9"))
+    (told,) = play.asked("a")
+    text = told.text if trains else told.reason
+    assert isinstance(told, NotifyOrder if trains else JobEnded)
+    assert "the launcher at 10.0.0.9 reports that a job with another secret is already running" in text
+    assert trains or told.code == 1
+
+
 def test_machines_that_wait_for_others_join_another_job():
     play = Play(2, 3)
     play.join("a", serves=True)
