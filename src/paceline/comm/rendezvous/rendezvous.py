@@ -97,6 +97,7 @@ def rendezvous(
 
     Raises:
         ValueError: an argument or the address is invalid.
+        TypeError: `store` is not a Paceline store.
         RendezvousError, RendezvousTimeoutError: see `claim_rank`.
     """
     timeout_s = min(timeout_s, LONGEST_S)
@@ -106,6 +107,13 @@ def rendezvous(
         if world_size < 0 or rank < 0:
             raise ValueError("store requires world_size and rank, because they cannot be determined otherwise")
         _check_rank(rank, world_size)
+        if not isinstance(store, Store):
+            kind = f"{type(store).__module__}.{type(store).__qualname__}"
+            raise TypeError(
+                f"rank {rank}: store is a {kind}; it must be one of Paceline's, such as paceline.TCPStore, or a "
+                "subclass of Store. For a store of torch.distributed, call torch.distributed.init_process_group with "
+                "the backend 'paceline'"
+            )
         return _meet_at_store(store, f"paceline/{_next_at_store(store)}", rank, world_size, timeout_s)
 
     url = init_method if init_method is not None else "env://"

@@ -295,6 +295,9 @@ class PrefixStore(Store):
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
+        if not isinstance(store, Store):
+            kind = f"{type(store).__module__}.{type(store).__qualname__}"
+            raise TypeError(f"PrefixStore: store is a {kind}; it must be one of Paceline's, such as paceline.TCPStore")
         super().__init__(store.timeout)
         self.prefix = prefix
         self.underlying_store = store

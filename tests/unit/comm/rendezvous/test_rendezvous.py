@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from paceline import FileStore, HashStore, RendezvousError
+from paceline import FileStore, HashStore, PrefixStore, RendezvousError
 from paceline.comm.rendezvous.rendezvous import rendezvous
 from paceline.comm.security import own_files
 
@@ -123,3 +124,11 @@ def test_beside_torchrun_a_directory_of_another_user_is_refused(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="init_method='tcp://host:port'"):
         rendezvous("env://", None, -1, -1, 5)
+
+
+def test_a_store_of_another_library_is_refused() -> None:
+    store = torch.distributed.HashStore()
+    with pytest.raises(TypeError, match=r"rank 1: store is a torch\..*HashStore; .*paceline\.TCPStore.*the backend"):
+        rendezvous(None, store, world_size=2, rank=1, timeout_s=5.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"PrefixStore: store is a torch\..*HashStore; .*paceline\.TCPStore"):
+        PrefixStore("run", store)  # type: ignore[arg-type]
