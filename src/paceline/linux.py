@@ -13,7 +13,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from paceline.errors import OutOfDescriptorsError
 
@@ -52,6 +52,19 @@ def out_of_descriptors_error(who: str, what: str) -> OutOfDescriptorsError:
         f"{who}: out of file descriptors ({limit} of {limit}), needed for {what}. Raise the limit (ulimit -n, or "
         "LimitNOFILE= of a systemd unit), or check which files the program leaves open (ls -l /proc/PID/fd)",
     )
+
+
+CUDA_DEVICE = "/dev/nvidia-uvm"
+"""The file that CUDA's driver opens when it is initialized. Counting GPUs with NVML does not open it."""
+
+
+def has_opened(path: str) -> bool:
+    """Returns True if this process has the file open."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor has been closed in the meantime
+            if os.readlink(f"/proc/self/fd/{name}") == path:
+                return True
+    return False
 
 
 def die_with_parent(parent: int) -> None:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -24,6 +25,7 @@ from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TextIO, cast
 
+from paceline import linux
 from paceline.comm.record.recorder import DIRECTORY_VARIABLE, SUFFIX, directory_of_files
 from paceline.comm.record.recorder import HANDED_VARIABLE as RECORD_FD
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
@@ -149,6 +151,14 @@ def notebook_launch(
             f"{fn.__qualname__} was to run in forks of this notebook (pid {os.getpid()}), but a cell has already used "
             "CUDA here, and forked processes cannot use CUDA after that. Restart the notebook and do not use a GPU "
             "before this call, or put the function into a module"
+        )
+    if start_method == "fork" and linux.has_opened(linux.CUDA_DEVICE):
+        warnings.warn(
+            f"{fn.__qualname__} runs in forks of this notebook (pid {os.getpid()}), which cannot use CUDA, because a "
+            "cell has initialized CUDA's driver, for example with torch.cuda.is_available(). If the function uses a "
+            "GPU, restart the notebook and set PYTORCH_NVML_BASED_CUDA_CHECK=1 in its first cell, or put the function "
+            "into a module",
+            stacklevel=2,
         )
     sys.stdout.flush()
     if start_method == "fork":

@@ -1,10 +1,17 @@
-"""Lines that several processes print to one notebook cell are not interleaved."""
+"""Ranks in forks of a notebook: whole lines in its cells, and a warning if they cannot use CUDA."""
 
 from __future__ import annotations
 
 import io
+import os
+import warnings
+from types import SimpleNamespace
 
-from paceline.operate.launch.spawn import WholeLines
+import pytest
+
+from paceline import linux
+from paceline.operate.launch import spawn
+from paceline.operate.launch.spawn import WholeLines, notebook_launch
 
 
 class Pieces(io.StringIO):
@@ -40,3 +47,23 @@ def test_an_unfinished_line_is_passed_on_when_it_is_flushed():
     stream = Pieces()
     print("10 %", end="", flush=True, file=WholeLines(stream))
     assert stream.pieces == ["10 %"]
+
+
+def test_a_notebook_whose_forks_cannot_use_cuda_is_warned(monkeypatch):
+    """After torch.cuda.is_available(), which initializes the driver, torch does not report CUDA as initialized."""
+    started: list[str | None] = []
+
+    def start(*_: object, start_method: str, **__: object) -> SimpleNamespace:
+        started.append(start_method)
+        return SimpleNamespace(join=lambda: True)
+
+    monkeypatch.setattr(spawn, "spawn", start)
+    monkeypatch.setattr(linux, "CUDA_DEVICE", "/dev/full")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        notebook_launch(os.getpid, 1, start_method="fork")
+        with open("/dev/full"):
+            notebook_launch(os.getpid, 1, start_method="spawn")
+    with open("/dev/full"), pytest.warns(UserWarning, match=r"getpid runs in forks .* PYTORCH_NVML_BASED_CUDA_CHECK=1"):
+        notebook_launch(os.getpid, 1, start_method="fork")
+    assert started == ["fork", "spawn", "fork"]

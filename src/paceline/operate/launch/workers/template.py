@@ -135,6 +135,8 @@ def _preload(arguments: list[str]) -> str:
 
 def _unsafe() -> str:
     """Returns the reason why this process must not be forked after its imports, or ""."""
+    from paceline import linux
+
     torch = sys.modules.get("torch")
     devices = [] if torch is None else [torch.cuda, torch.xpu]
     if (child := os.fork()) == 0:
@@ -142,6 +144,8 @@ def _unsafe() -> str:
     _, is_bad = os.waitpid(child, 0)
     if is_bad or any(device.is_initialized() for device in devices):
         return "its imports initialized a device, which forks cannot use"
+    if linux.has_opened(linux.CUDA_DEVICE):  # torch notices only its own use of CUDA
+        return f"its imports initialized CUDA's driver ({linux.CUDA_DEVICE} is open), which forks cannot use"
     if torch is not None and torch._C._get_privateuse1_backend_name() != "privateuseone":
         return f"its imports registered the device {torch._C._get_privateuse1_backend_name()!r}"
     threads = _threads()

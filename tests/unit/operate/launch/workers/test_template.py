@@ -10,6 +10,7 @@ import sys
 CODE = """
 import threading, torch
 from unittest.mock import patch
+from paceline import linux
 from paceline.operate.launch.workers import template
 
 def report():
@@ -20,6 +21,8 @@ with patch.object(torch.cuda, "_is_in_bad_fork", lambda: True):
     report()
 with patch.object(torch.xpu, "is_initialized", lambda: True):
     report()
+with open("/dev/full") as driver, patch.object(linux, "CUDA_DEVICE", "/dev/full"):
+    report()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 report()
 torch.utils.rename_privateuse1_backend("npu")
@@ -29,6 +32,7 @@ REPORTS = [
     "safe",
     "its imports initialized a device, which forks cannot use",
     "its imports initialized a device, which forks cannot use",
+    "its imports initialized CUDA's driver (/dev/full is open), which forks cannot use",
     "it has threads after its imports (",
     "its imports registered the device 'npu'",
 ]
