@@ -5,8 +5,10 @@ The chunks are so small that a few thousand elements fill many chunks.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -25,8 +27,12 @@ from torch_programs import torch_group
 from world import Ranks
 
 import paceline as dist
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder
+from paceline.comm.engine.channel import DTYPE_CODES, CollectiveCall, DevicePieces, ReduceOp
+from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
 from paceline.comm.engine.staged import channel
 from paceline.comm.record.layout import EventKind
+from paceline.comm.schedule.steps import Operation
 from paceline.operate.diagnosis import recording_reader
 
 HERE = staged_programs.HERE = "fake:0"
@@ -129,6 +135,45 @@ def a_device_that_is_late_is_named():
     dist.destroy_process_group(group)
 
 
+class SecondChunkFails:
+    """Stands in for the channel of a single rank's CPU tensors; the call for the second chunk fails."""
+
+    def __init__(self) -> None:
+        self._chunks = 0
+
+    def run(self, call: CollectiveCall) -> CallFailure | None:
+        if call.operation == Operation.ALL_GATHER:  # the exchange of sizes
+            (source, nbytes), (target, _) = call.inputs[0], call.outputs[0]
+            ctypes.memmove(target, source, nbytes)
+            return None
+        self._chunks += 1
+        return CallFailure(OutcomeCode.TIMED_OUT, missing=[0]) if self._chunks == 2 else None
+
+    def failure(self) -> int:
+        return OutcomeCode.OK
+
+    def abort(self) -> None:
+        pass
+
+
+def what_a_failed_call_copies_does_not_overwrite_later_values():
+    recorder = GroupRecorder([RankIdentity(0, "here", os.getpid())], 0)
+    staged = channel.StagedChannel(SecondChunkFails(), torch.device(HERE), recorder, 0, 1)
+    tensor = torch.ones(3000, device=HERE)
+    gate = threading.Event()
+    torch.fake.launch(lambda: gate.wait(60), staged._to_device._stream)
+    pieces = [DevicePieces([tensor])]
+    call = CollectiveCall(Operation.ALL_REDUCE, DTYPE_CODES[tensor.dtype], ReduceOp.SUM, -1, 3000, 10**11, [], pieces)
+    work = staged.submit(call)
+    assert work.wait(10**11) and work.outcome().code == OutcomeCode.TIMED_OUT and work.done()
+    tensor.zero_()
+    gate.set()
+    staged._to_device.synchronize()
+    assert not tensor.any().item()
+    _await(lambda: work.layout is None)
+    staged.close()
+
+
 def _await(condition: Callable[[], bool]) -> None:
     import time
 
@@ -172,6 +217,7 @@ PROGRAMS = (
     a_recording_shows_chunks_that_overlap,
     messages_arrive_in_order_and_from_anywhere,
     a_device_that_is_late_is_named,
+    what_a_failed_call_copies_does_not_overwrite_later_values,
     data_parallel_training_has_the_bits_of_the_cpu,
     two_devices_of_a_rank_have_groups_of_their_own,
     gloo_takes_tensors_of_the_device_too,

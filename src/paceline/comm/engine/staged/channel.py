@@ -11,6 +11,7 @@ been enqueued, because a stream cannot wait for an event that does not exist yet
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -83,7 +84,7 @@ class StagedWork:
         self._end: AcceleratorEvent | None = None
 
     def end(self, outcome: CallOutcome | None, end: AcceleratorEvent | None = None) -> None:
-        """Marks the call as failed, or as enqueued with `end` as the event after its last copy."""
+        """Marks the call as failed or as enqueued, with `end` as the event after its last copy, if there is one."""
         self._outcome, self._end = outcome, end
         self._enqueued.set()
         _core.announce_completion()  # wakes the completion thread
@@ -94,7 +95,7 @@ class StagedWork:
 
     def done(self) -> bool:
         """Returns True if the call has failed or its results are on the device."""
-        return self._enqueued.is_set() and (self._end is None or self._end.done())
+        return self._enqueued.is_set() and (self._outcome is not None or self._end is None or self._end.done())
 
     def wait(self, timeout_ns: int, /) -> bool:
         """Waits until all copies are enqueued and makes the current stream wait for them; returns False on timeout."""
@@ -445,9 +446,17 @@ class StagedChannel(EngineChannel):
                 self._end(work, self._failure)
 
     def _end(self, work: StagedWork, outcome: CallOutcome) -> None:
+        """Fails a call. Copies of its earlier chunks may still write to its tensors, which the program may reuse."""
         work.recorded.end(outcome.code)
-        work.end(outcome)
-        work.layout = None
+        copied = None
+        if work.issued:
+            with contextlib.suppress(RuntimeError):  # after a device error, no copies are in progress
+                copied = self._to_device.record()
+        if copied is None:
+            work.layout = None
+        else:
+            self._unfinished.append((work, copied))
+        work.end(outcome, copied)
 
     def _retire(self) -> None:
         """Releases the tensors of calls that the device has completed."""
