@@ -364,10 +364,13 @@ def start(name: str, context: EngineContext) -> DeviceEngine:
 
 
 def identify(device: torch.device) -> str:
-    """Returns a GPU's UUID, or "" for devices that processes can share."""
-    if device.type != "cuda":
+    """Returns a GPU's UUID, or "" for devices that processes can share or that have no unique identifier.
+
+    ROCm reports one UUID for all GPUs without a serial number, so only its library can detect ranks that share a GPU.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
         return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))  # missing in some builds
 
 
 @dataclass(frozen=True, eq=False)
