@@ -37,17 +37,22 @@ class Said:
 
 def paceline(fault: str, ranks: int, hosts: int, stall_after_s: float, is_enough: Callable[[str], bool]) -> Said:
     """Runs the program until it exits, or until `is_enough` accepts its output."""
-    flags = ["--no-pin", f"--stall-after={stall_after_s}", "--shutdown-timeout=1", f"--nproc-per-node={ranks // hosts}"]
+    flags = ["--no-pin", f"--stall-after={stall_after_s}", "--shutdown-timeout=1"]
     with tempfile.TemporaryDirectory(prefix="paceline-verdict-") as name:
         words = [*flags, "--log-dir", name, "--rdzv-id=job", PROGRAM, "paceline", fault, name]
         if hosts > 1:
             with Machines(hosts, rate=_SLOW_RATE if fault == "slow_link" else None) as machines:
                 address = ("--nnodes", str(hosts), "--master-addr", ipv4(0), "--master-port", "29400")
-                launchers = [machines.start(host, *address, "--node-rank", str(host), *words) for host in range(hosts)]
+                launchers = [
+                    machines.start(
+                        host, f"--nproc-per-node={(ranks + host) // hosts}", *address, f"--node-rank={host}", *words
+                    )
+                    for host in range(hosts)
+                ]
                 return _wait(launchers, lambda: machines.said(launchers[0]), Path(name), is_enough)
         with _room(fault) as room, open(Path(name, "said"), "w") as output:
             enter = f"echo $$ > {room}/cgroup.procs;" if room is not None else ""
-            shell = ["sh", "-c", f'{enter} exec "$@"', "sh", *command(*words)]
+            shell = ["sh", "-c", f'{enter} exec "$@"', "sh", *command(f"--nproc-per-node={ranks}", *words)]
             launcher = subprocess.Popen(shell, stdout=output, stderr=output, text=True, env=ENVIRONMENT)
             return _wait([launcher], lambda: Path(name, "said").read_text(), Path(name), is_enough, room)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import threading
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -67,16 +68,18 @@ _IMPORTED = [
 # A process has only one server. It imports the modules that were set last, so no other code may set modules.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(_IMPORTED)
+_starting = threading.Lock()
 
 
 def start_server() -> None:
     """Starts the server if necessary. Before Python 3.13 it finds the tests' modules only through PYTHONPATH."""
-    os.environ[_OWN] = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS), str(_TESTS / "support"), os.environ[_OWN]])
-    try:
-        forkserver.ensure_running()
-    finally:
-        _take_back_path()
+    with _starting:
+        os.environ[_OWN] = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS), str(_TESTS / "support"), os.environ[_OWN]])
+        try:
+            forkserver.ensure_running()
+        finally:
+            _take_back_path()
 
 
 def begin() -> None:
