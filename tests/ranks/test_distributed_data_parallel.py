@@ -267,12 +267,14 @@ def absent_gpus() -> None:
     for arguments, told in (
         ({"device_ids": [rank]}, no_gpu % ("device_ids", rank)),
         ({"device_ids": ["cuda"], "output_device": "cuda"}, no_gpu % ("device_ids", 0)),
-        ({"output_device": rank}, no_gpu % ("output_device", rank)),
+        ({"output_device": rank + 1}, no_gpu % ("output_device", rank + 1)),
+        ({"device_ids": [0], "output_device": 0}, no_gpu % ("device_ids", 0)),
     ):
         with pytest.raises(ValueError, match=told):
             dist.DistributedDataParallel(nn.Linear(2, 2), **arguments)
-        with pytest.raises(ValueError, match=told.removeprefix(f"rank {rank}: ")):
-            dist.DataParallel(nn.Linear(2, 2), **arguments)
+    for device_ids in (None, []):  # torch ignores the index 0 then
+        model = dist.DistributedDataParallel(nn.Linear(2, 2), device_ids=device_ids, output_device=0)
+        assert model(torch.ones(1, 2)).is_cpu
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         with pytest.raises(ValueError, match=r"'weight' is on cpu, .* cuda:1: module\.to\('cuda:1'\), or"):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 from training import batches, mlp, require_equal_on_all_ranks
 
 import paceline as dist
@@ -93,6 +94,46 @@ def divide_gradients() -> None:
 
 def test_gradients_are_divided_by_all_or_by_the_joined_ranks(ranks):
     ranks(2)(divide_gradients)
+
+
+def hooked_like_torchs(file: str) -> None:
+    import torch.distributed as gloo
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gloo.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    for divide in (True, False):
+        for name in ("allreduce_hook", "fp16_compress_hook"):
+            seen = []
+            for wrap, functions in (
+                (dist.DistributedDataParallel, hooks),
+                (nn.parallel.DistributedDataParallel, default_hooks),
+            ):
+                layer = nn.Linear(1, 1, bias=False)
+                model = wrap(layer)
+                model.register_comm_hook(None, getattr(functions, name))
+                gradients = []
+                with model.join(divide_by_initial_world_size=divide):
+                    for _ in range(1 + rank):
+                        model.zero_grad()
+                        model(torch.tensor([[1.0 + rank]])).sum().backward()
+                        gradients.append(layer.weight.grad.item())
+                seen.append(gradients)
+            assert seen[0] == seen[1] == [1.5, 1.0][: 1 + rank]
+    model = dist.DistributedDataParallel(
+        nn.Linear(1, 1, bias=False), mixed_precision=_MixedPrecision(reduce_dtype=torch.float16)
+    )
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            model.zero_grad()
+            model(torch.tensor([[1.0 + rank]])).sum().backward()
+    assert model.module.weight.grad.item() == [1.5, 2.0][rank]
+    gloo.destroy_process_group()
+
+
+def test_a_hook_determines_its_own_divisor_as_in_torch(ranks, tmp_path):
+    ranks(2)(hooked_like_torchs, str(tmp_path / "gloo"))
 
 
 def accumulating_with_a_hook() -> None:

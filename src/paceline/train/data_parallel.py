@@ -356,14 +356,14 @@ class DataParallel(nn.Module):
     Args:
         module: a module whose parameters are on the first device.
         device_ids: the devices; an integer is a GPU index, and a device may be listed several times, as in
-            `["cpu", "cpu"]`. If None, all GPUs (or other accelerators) are used, or the module is called directly if
-            there are none.
+            `["cpu", "cpu"]`. If None, all GPUs (or other accelerators) are used. As in torch, the module is called
+            directly on a machine without accelerators, except with the CPU in `device_ids`.
         output_device: the device of the concatenated outputs; if None, the first device.
         dim: the batch dimension.
 
     Raises:
         RuntimeError: a parameter or buffer is not on the first device.
-        ValueError: a GPU in `device_ids` or `output_device` does not exist.
+        ValueError: a GPU in `device_ids` or `output_device` does not exist, and the machine has other GPUs.
 
     Example::
 
@@ -386,6 +386,8 @@ class DataParallel(nn.Module):
         self.output_device = self.device_ids[0] if self.device_ids else torch.device("cpu")
         if output_device is not None:
             self.output_device = to_device(output_device)
+        if not torch.accelerator.device_count() and all(device.type != "cpu" for device in self.device_ids):
+            self.device_ids, self.output_device = [], torch.device("cpu")  # torch ignores the indices here too
         absent = absent_device_text(self.device_ids, self.output_device)
         if absent is not None:
             raise ValueError(absent)

@@ -226,3 +226,12 @@ def test_without_devices_the_module_is_called_as_it_is():
     x = torch.ones(2)
     assert dist.DataParallel(module, [])(x) is x
     assert torch.equal(dist.data_parallel(module, x, TWO), x)
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() > 0, reason="this machine has a GPU")
+@pytest.mark.parametrize("arguments", [{"device_ids": [0]}, {"device_ids": ["cuda"], "output_device": 1}])
+def test_gpus_are_ignored_like_torchs_on_a_machine_without_any(arguments):
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    assert dist.DataParallel(layer, **arguments)(x).equal(nn.DataParallel(layer, **arguments)(x))
+    with pytest.raises(ValueError, match=r"output_device contains cuda:0 .*this process sees no GPU"):
+        dist.DataParallel(layer, ["cpu"], output_device=0)

@@ -171,10 +171,17 @@ class HookedWork:
 
 
 class CommHook:
-    """A communication hook together with its state."""
+    """A communication hook together with its state.
 
-    def __init__(self, state: object, hook: Hook) -> None:
+    Args:
+        state: the first argument to the hook.
+        hook: the function that averages a bucket.
+        sets_divisor: whether the hook's result is final. If False, `join` rescales it like the engine's averages.
+    """
+
+    def __init__(self, state: object, hook: Hook, *, sets_divisor: bool = True) -> None:
         self.name = str(getattr(hook, "__qualname__", repr(hook)))
+        self.sets_divisor = sets_divisor
         self._state = state
         self._hook = hook
 

@@ -102,6 +102,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             devices, each device processes a part of the batch with its own replica; the CPU may be listed several
             times. If None, inputs are passed to the module unchanged, and the module's layers can be on any devices.
         output_device: the device on which the outputs of several devices are concatenated; if None, the first device.
+            As in torch, 0 has no effect if `device_ids` is empty or None, for example if the module is on the CPU.
         dim: the dimension along which the batch is split between the devices.
         broadcast_buffers: the older name of `forward_sync_buffers`. False additionally disables copying buffers when
             the module is wrapped.
@@ -200,7 +201,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         Joinable.__init__(self)
         self.device_ids = [to_device(device) for device in device_ids or ()]
         self.output_device = self.device_ids[0] if self.device_ids else torch.device("cpu")
-        if output_device is not None:
+        # torch ignores the index 0 without device_ids, so programs pass it for modules on the CPU too
+        if output_device is not None and (self.device_ids or output_device != 0):
             self.output_device = to_device(output_device)
         self.dim = dim
         require_whole_pairs(
@@ -282,7 +284,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         if self._reduce_dtype is not None:
             hook = compress_wrapper(self._reduce_dtype, allreduce_hook)
-            self._averager.comm_hook = CommHook(self.process_group, hook)
+            self._averager.comm_hook = CommHook(self.process_group, hook, sets_divisor=False)
         self._reduce_with(self._averager)
         self._steps = UnevenSteps(self._averager)
         self._delayed: DelayedParameters | None = None
@@ -522,7 +524,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Args:
             divide_by_initial_world_size: whether gradients are divided by the total number of ranks, which weights all
-                inputs equally. If False, they are divided by the number of ranks that still have inputs.
+                inputs equally. If False, they are divided by the number of ranks that still have inputs. It has no
+                effect on a registered communication hook, which determines its own divisor, as in torch.
             enable: whether the context has any effect.
             throw_on_early_termination: whether all ranks raise an error as soon as one rank has run out.
 

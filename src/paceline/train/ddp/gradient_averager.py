@@ -332,8 +332,9 @@ class GradientAverager:
             averaged.append(memory)
         if not self._same_batches.is_over:
             self._same_batches.arrive()
+        is_divided = self.comm_hook is not None and self.comm_hook.sets_divisor
         for memory in averaged:
-            if self.scale != 1:
+            if self.scale != 1 and not is_divided:
                 torch._foreach_mul_(memory.tensors, self.scale)
             memory.write_back()
 
