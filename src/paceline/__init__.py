@@ -166,6 +166,7 @@ _PUBLIC = {
         "ColwiseParallel",
         "parallelize_module",
         "PrepareModuleInput",
+        "PrepareModuleInputOutput",
         "PrepareModuleOutput",
         "RowwiseParallel",
         "SequenceParallel",

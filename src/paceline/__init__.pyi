@@ -183,6 +183,7 @@ from paceline.train.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.train.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from paceline.train.tensor.parallelize import ColwiseParallel as ColwiseParallel
 from paceline.train.tensor.parallelize import PrepareModuleInput as PrepareModuleInput
+from paceline.train.tensor.parallelize import PrepareModuleInputOutput as PrepareModuleInputOutput
 from paceline.train.tensor.parallelize import PrepareModuleOutput as PrepareModuleOutput
 from paceline.train.tensor.parallelize import RowwiseParallel as RowwiseParallel
 from paceline.train.tensor.parallelize import SequenceParallel as SequenceParallel

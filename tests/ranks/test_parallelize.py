@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import paceline as dist
 from paceline.train.tensor.layers import slice_of
@@ -174,6 +174,111 @@ def test_float32_is_as_good_as_in_torchs_own(ranks, tmp_path):
     ranks(2)(beside_torch, str(tmp_path / "rendezvous"))
 
 
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor, keep: str = "") -> tuple[torch.Tensor, str]:
+        return 2 * x * scale, keep
+
+
+PREPARED = (  # input, desired input, keyword, desired keyword, output, desired output
+    (Shard(0), Shard(1), Replicate(), Shard(1), Shard(1), Shard(0)),
+    (Shard(0), Replicate(), Replicate(), Replicate(), Replicate(), Shard(1)),
+    (Partial(), Replicate(), Shard(1), Replicate(), Replicate(), Replicate()),
+    (Partial(), Shard(1), Shard(1), Shard(1), Shard(1), Replicate()),
+)
+
+
+def prepared_like_torchs(rendezvous: str) -> None:
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch_dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(16.0).reshape(4, 4)
+
+    def placed(layout) -> torch.Tensor:
+        own = whole.chunk(size, layout.dim)[rank] if isinstance(layout, Shard) else whole
+        return own * (1 + rank) if isinstance(layout, Partial) else own
+
+    for first, first_desired, keyword, keyword_desired, last, last_desired in PREPARED:
+        layouts = {
+            "input_layouts": first,
+            "desired_input_layouts": first_desired,
+            "input_kwarg_layouts": {"scale": keyword},
+            "desired_input_kwarg_layouts": {"scale": keyword_desired},
+            "output_layouts": (last, None),
+            "desired_output_layouts": (last_desired, None),
+        }
+        results = []
+        for styles, group in ((dist, None), (parallel, mesh)):
+            local = {} if styles is dist else {"use_local_input": True}
+            module = Doubled()
+            styles.parallelize_module(module, group, styles.PrepareModuleInputOutput(**layouts, **local))
+            y, kept = module(placed(first), scale=placed(keyword), keep="kept")
+            assert kept == "kept"
+            results.append(y)
+        torch.testing.assert_close(*results)
+    torch_dist.destroy_process_group()
+
+
+def test_inputs_and_outputs_are_prepared_as_by_torchs_styles(ranks, tmp_path):
+    ranks(2)(prepared_like_torchs, str(tmp_path / "rendezvous"))
+
+
+class WithKeywords(nn.Module):
+    """Calls its layers in ways that need conversions between layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = Norm()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        return self.norm(x=x) + self.down(torch.relu(self.up(x)))
+
+
+class Norm(nn.LayerNorm):
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def keyword_gradients() -> None:
+    dist.init_process_group()
+    torch.manual_seed(5)
+    model = WithKeywords().double()
+    reference = copy.deepcopy(model)
+    plan = {
+        "embedding": dist.ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+        "up": dist.ColwiseParallel(),
+        "down": dist.RowwiseParallel(),
+        "norm": dist.PrepareModuleInputOutput(
+            input_kwarg_layouts={"x": Replicate()},
+            desired_input_kwarg_layouts={"x": Shard(1)},
+            output_layouts=Shard(1),
+            desired_output_layouts=Replicate(),
+        ),
+    }
+    dist.parallelize_module(model, None, plan)
+    dist.parallelize_module(model.norm, None, dist.SequenceParallel())
+    tokens = batch(0)[0][:2]
+    mine, theirs = model(tokens.chunk(2)[dist.get_rank()]), reference(tokens)
+    torch.testing.assert_close(mine, theirs)
+    for output in (mine, theirs):
+        output.square().sum().backward()
+    for own, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, part(whole.grad, own), rtol=1e-10, atol=1e-10)
+
+
+def test_keyword_arguments_are_converted_with_correct_gradients(ranks):
+    ranks(2)(keyword_gradients)
+
+
 def what_is_refused() -> None:
     dist.init_process_group()
     for plan, kind, text in (
@@ -189,6 +294,14 @@ def what_is_refused() -> None:
             dist.parallelize_module(built(tied=True), None, plan)
     with pytest.raises(ValueError, match=r"output_layouts is S\(0\)|Shard\(dim=0\); it must be"):
         dist.ColwiseParallel(output_layouts=Shard(0))
+    with pytest.raises(ValueError, match="there are 1 input_layouts and 0 desired_input_layouts"):
+        dist.PrepareModuleInput(input_layouts=Shard(1))
+    with pytest.raises(ValueError, match=r"input_kwarg_layouts has the names \['x'\], and .* has \['y'\]"):
+        dist.PrepareModuleInput(input_kwarg_layouts={"x": Shard(1)}, desired_input_kwarg_layouts={"y": Shard(1)})
+    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    norm = dist.parallelize_module(Norm(), None, dist.PrepareModuleInput(**layouts))
+    with pytest.raises(ValueError, match=r"rank \d.* 0 positional arguments .*\['x'\]; .*use input_kwarg_layouts"):
+        norm(x=torch.ones(2, WIDTH))
     model = dist.parallelize_module(built(), None, plain_plan())
     with pytest.raises(IndexError, match="the indices range from 0 to 21; they must be from 0 to 20"):
         model(torch.tensor([[0, VOCABULARY]]))

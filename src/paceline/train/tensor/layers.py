@@ -270,10 +270,13 @@ class ColwiseEmbedding(nn.Embedding):
 
     group: ProcessGroup
     all_embedding_dim: int
+    input_layout: Layout
     output_layout: Layout
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns this rank's features, or all features if `output_layout` is WHOLE."""
+        if self.input_layout is not WHOLE:
+            input = joined(input, self.input_layout, input.size(self.input_layout) * self.group.size(), self.group)
         own = super().forward(input)
         return joined(own, -1, self.all_embedding_dim, self.group) if self.output_layout is WHOLE else own
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager
@@ -28,12 +28,14 @@ from paceline.train.tensor.layers import (
     Layout,
     RowwiseEmbedding,
     RowwiseLinear,
+    copied,
     divided,
     joined,
     joined_for_parts,
     slice_of,
     split,
     summed,
+    summed_into_parts,
 )
 
 Divided = TypeVar("Divided", ColwiseLinear, RowwiseLinear, ColwiseEmbedding, RowwiseEmbedding)
@@ -93,7 +95,7 @@ class ColwiseParallel(ParallelStyle):
         elif isinstance(module, nn.Embedding):
             _require_plain(module, name)
             embedding = _become(module, ColwiseEmbedding, group)
-            embedding.output_layout = self.output_layout
+            embedding.input_layout, embedding.output_layout = self.input_layout, self.output_layout
             embedding.all_embedding_dim = embedding.embedding_dim
             embedding.weight = divide(embedding.weight, 1)
             embedding.embedding_dim = embedding.weight.size(1)
@@ -171,7 +173,20 @@ class PrepareModuleInput(ParallelStyle):
         input_layouts: the current layout of each positional argument, or None for arguments that stay unchanged.
         desired_input_layouts: the layouts that the module requires. A conversion from `Shard(dim)` to `Replicate()`
             gathers the parts for a module that computes differently on each rank, such as attention with divided heads.
+        input_kwarg_layouts: the current layouts of keyword arguments by name; all other keyword arguments stay
+            unchanged.
+        desired_input_kwarg_layouts: the layouts that the module requires, with the same names.
         use_local_output: has no effect; accepted for compatibility with torch.
+
+    Raises:
+        ValueError: a layout has no desired layout, or, when the module is called, there are fewer positional arguments
+            than layouts.
+
+    Example::
+
+        attention = PrepareModuleInput(
+            input_kwarg_layouts={"x": Shard(1)}, desired_input_kwarg_layouts={"x": Replicate()}
+        )  # for a block that calls self.attention(x=x)
     """
 
     def __init__(
@@ -179,24 +194,42 @@ class PrepareModuleInput(ParallelStyle):
         *,
         input_layouts: Placement | Sequence[Placement | None] | None = None,
         desired_input_layouts: Placement | Sequence[Placement | None] | None = None,
+        input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
         use_local_output: bool = True,
     ) -> None:
-        self._layouts, self._desired = _listed(input_layouts), _listed(desired_input_layouts)
-        if len(self._layouts) != len(self._desired):
+        self._conversions: list[tuple[Placement | None, Placement | None]] = []
+        if input_layouts is not None:
+            self._conversions = _paired("PrepareModuleInput", "input", input_layouts, desired_input_layouts)
+        old, new = input_kwarg_layouts or {}, desired_input_kwarg_layouts or {}
+        if input_kwarg_layouts is not None and old.keys() != new.keys():
             raise ValueError(
-                f"PrepareModuleInput: there are {len(self._layouts)} input_layouts and {len(self._desired)} "
-                "desired_input_layouts; pass one of each for every positional argument"
+                f"PrepareModuleInput: input_kwarg_layouts has the names {list(old)}, and desired_input_kwarg_layouts "
+                f"has {list(new)}; pass one of each for every keyword argument"
             )
+        self._keyword_conversions = {name: (layout, new[name]) for name, layout in old.items()}
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
         """Applies this style to the module `name`, as described in the class."""
 
-        def prepare(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-            known = zip(arguments, self._layouts, self._desired, strict=False)
-            changed = [_converted(argument, old, new, group, is_input=True) for argument, old, new in known]
-            return (*changed, *arguments[len(changed) :])
+        def prepare(
+            _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if len(arguments) < len(self._conversions):
+                raise ValueError(
+                    f"{group.me}: PrepareModuleInput has {len(self._conversions)} input_layouts, and {name!r} was "
+                    f"called with {len(arguments)} positional arguments and the keywords {list(keywords)}; for an "
+                    "argument that is passed by keyword use input_kwarg_layouts"
+                )
+            changed = {
+                key: _converted(value, *self._keyword_conversions[key], group, is_input=True)
+                if key in self._keyword_conversions
+                else value
+                for key, value in keywords.items()
+            }
+            return _all_converted(arguments, self._conversions, group, is_input=True), changed
 
-        module.register_forward_pre_hook(prepare)
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -207,6 +240,9 @@ class PrepareModuleOutput(ParallelStyle):
         desired_output_layouts: the required layouts. A conversion from `Shard(dim)` to `Replicate()` gathers the parts,
             from which all ranks must then compute the same result, for example the loss.
         use_local_output: has no effect; accepted for compatibility with torch.
+
+    Raises:
+        ValueError: a layout has no desired layout, or, when the module is called, there are fewer outputs than layouts.
     """
 
     def __init__(
@@ -216,23 +252,88 @@ class PrepareModuleOutput(ParallelStyle):
         desired_output_layouts: Placement | Sequence[Placement | None],
         use_local_output: bool = True,
     ) -> None:
-        self._layouts, self._desired = _listed(output_layouts), _listed(desired_output_layouts)
-        if len(self._layouts) != len(self._desired):
-            raise ValueError(
-                f"PrepareModuleOutput: there are {len(self._layouts)} output_layouts and {len(self._desired)} "
-                "desired_output_layouts; pass one of each for every output"
-            )
+        self._conversions = _paired("PrepareModuleOutput", "output", output_layouts, desired_output_layouts)
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
         """Applies this style to the module `name`, as described in the class."""
 
         def prepare(_: nn.Module, __: object, output: Any) -> Any:
             outputs = output if isinstance(output, tuple) else (output,)
-            known = zip(outputs, self._layouts, self._desired, strict=False)
-            changed = [_converted(each, old, new, group, is_input=False) for each, old, new in known]
-            return (*changed, *outputs[len(changed) :]) if isinstance(output, tuple) else changed[0]
+            if len(outputs) < len(self._conversions):
+                raise ValueError(
+                    f"{group.me}: PrepareModuleOutput has {len(self._conversions)} output_layouts, and {name!r} "
+                    f"returned {len(outputs)} outputs; pass one layout for every output"
+                )
+            changed = _all_converted(outputs, self._conversions, group, is_input=False)
+            return changed if isinstance(output, tuple) else changed[0]
 
         module.register_forward_hook(prepare)
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """Converts a module's inputs as `PrepareModuleInput` does, and its outputs as `PrepareModuleOutput` does.
+
+    Args:
+        input_layouts: the current layout of each positional argument, or None for arguments that stay unchanged.
+        desired_input_layouts: the layouts that the module requires.
+        input_kwarg_layouts: the current layouts of keyword arguments by name.
+        desired_input_kwarg_layouts: the layouts that the module requires, with the same names.
+        use_local_input: has no effect; accepted for compatibility with torch.
+        output_layouts: the current layout of each output, or None for outputs that stay unchanged.
+        desired_output_layouts: the required layouts of the outputs.
+        use_local_output: has no effect; accepted for compatibility with torch.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | Sequence[Placement | None] | None = None,
+        desired_input_layouts: Placement | Sequence[Placement | None] | None = None,
+        input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Placement | Sequence[Placement | None],
+        desired_output_layouts: Placement | Sequence[Placement | None],
+        use_local_output: bool = True,
+    ) -> None:
+        self._input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+        )
+        self._output = PrepareModuleOutput(output_layouts=output_layouts, desired_output_layouts=desired_output_layouts)
+
+    def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
+        """Applies this style to the module `name`, as described in the class."""
+        self._input.apply(module, name, group, divide)
+        self._output.apply(module, name, group, divide)
+
+
+def _paired(
+    style: str,
+    which: str,
+    layouts: Placement | Sequence[Placement | None],
+    desired: Placement | Sequence[Placement | None] | None,
+) -> list[tuple[Placement | None, Placement | None]]:
+    old, new = _listed(layouts), [] if desired is None else _listed(desired)
+    if len(old) != len(new):
+        raise ValueError(
+            f"{style}: there are {len(old)} {which}_layouts and {len(new)} desired_{which}_layouts; pass one of each "
+            f"for every {'positional argument' if which == 'input' else 'output'}"
+        )
+    return list(zip(old, new, strict=True))
+
+
+def _all_converted(
+    values: Sequence[Any],
+    conversions: Sequence[tuple[Placement | None, Placement | None]],
+    group: ProcessGroup,
+    is_input: bool,
+) -> tuple[Any, ...]:
+    known = zip(values, conversions, strict=False)  # further values stay unchanged
+    changed = [_converted(value, old, new, group, is_input) for value, (old, new) in known]
+    return (*changed, *values[len(changed) :])
 
 
 def _converted(tensor: Any, old: Placement | None, new: Placement | None, group: ProcessGroup, is_input: bool) -> Any:
@@ -243,7 +344,18 @@ def _converted(tensor: Any, old: Placement | None, new: Placement | None, group:
     if isinstance(old, Shard) and isinstance(new, Replicate):
         join = joined_for_parts if is_input else joined
         return join(tensor, old.dim, tensor.size(old.dim) * group.size(), group)
-    raise ValueError(f"tensor parallelism: {old} cannot become {new}; use Shard(dim) and Replicate()")
+    if isinstance(old, Shard) and isinstance(new, Shard):
+        return split(joined(tensor, old.dim, tensor.size(old.dim) * group.size(), group), new.dim, group)
+    if isinstance(old, Partial) and old.reduce_op == "sum":
+        if isinstance(new, Shard):
+            return summed_into_parts(tensor, new.dim, group)
+        if isinstance(new, Replicate):
+            whole = summed(tensor, group)
+            return copied(whole, group) if is_input else whole
+    raise ValueError(
+        f"{group.me}: tensor parallelism: {old} cannot become {new}; use Shard(dim), Replicate(), or Partial() as the "
+        "current layout"
+    )
 
 
 def _summing(group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -286,10 +398,8 @@ def _require(holds: bool, what: str, seen: object, wanted: str) -> None:
         raise ValueError(f"{what} is {seen}; it must be Replicate() or {wanted}")
 
 
-def _listed(layouts: Placement | Sequence[Placement | None] | None) -> list[Placement | None]:
-    if layouts is None or isinstance(layouts, Placement):
-        return [layouts]
-    return list(layouts)
+def _listed(layouts: Placement | Sequence[Placement | None]) -> list[Placement | None]:
+    return [layouts] if isinstance(layouts, Placement) else list(layouts)
 
 
 def parallelize_module(
