@@ -4,8 +4,9 @@ The file is a log of the operations that changed the store; every process replay
 bytes at offsets beyond any data. A process locks the first of these bytes during an operation, and holds a shared lock
 on the second one while it has the store open. A process that finds this second byte unlocked when it opens the file is
 the only user and restarts the log, so a file from an earlier run is harmless. A file that does not begin like a log is
-not changed, and neither is a file to which other users have access. A process with last wills locks a byte of its own;
-a waiting process that finds this byte unlocked executes the wills.
+not changed, and neither is a file to which other users have access. A record that its killed writer left incomplete is
+at the end of the log and is dropped. Any other damage is an error, because later records would be lost. A process with
+last wills locks a byte of its own; a waiting process that finds this byte unlocked executes the wills.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from paceline.linux import F_OFD_SETLK, F_OFD_SETLKW, is_out_of_descriptors
 _OPERATION, _MEMBERS, _TESTATORS = 1 << 60, (1 << 60) + 1, 1 << 61  # offsets of the bytes to lock, beyond any data
 _TESTATOR_BITS = 48
 _MAGIC = b"paceln/f"  # the beginning of the log
-_RECORD = struct.Struct("<III")  # number of bytes after this header, their CRC-32, number of fields
+_RECORD = struct.Struct("<III")  # number of bytes after the header, their CRC-32, number of fields
+_HEADER_CHECK = struct.Struct("<I")  # CRC-32 of these numbers; ends the header
+_HEADER_NBYTES = _RECORD.size + _HEADER_CHECK.size
 _FIXED = struct.Struct("<Bq")
 _LENGTH = struct.Struct("<I")
 _FLOCK = struct.Struct("hhqqi4x")
@@ -166,6 +169,12 @@ class FileStore(Store):
                 "not find this one; leave it in place (an old file does no harm)"
             )
         size = state.st_size
+        if size < self._replayed:
+            raise StoreError(
+                f"{self}: the file has {size:,} bytes, and process {os.getpid()} has already read {self._replayed:,}, "
+                "so another program has truncated it; end all processes that use the file, remove it, and start them "
+                "again"
+            )
         while self._replayed < size:
             try:
                 record = _read_record(self._fd, self._replayed)
@@ -174,10 +183,11 @@ class FileStore(Store):
                     return
                 op, number, fields, nbytes = record
                 self._perform(op, number, fields)
-            except (ValueError, struct.error):
+            except (ValueError, struct.error) as error:
                 raise StoreError(
                     f"{self}: the record at byte {self._replayed:,} of the file was not written by a store of this "
-                    "version; end all processes that use the file, remove it, and start them again"
+                    f"version, or has changed since ({error}), so process {os.getpid()} cannot read this record and "
+                    "the later ones; end all processes that use the file, remove it, and start them again"
                 ) from None
             self._replayed += nbytes
 
@@ -219,22 +229,44 @@ class FileStore(Store):
 
     def _write(self, op: StoreOp, number: int, fields: list[bytes]) -> None:
         body = _FIXED.pack(op, number) + b"".join(_LENGTH.pack(len(field)) + field for field in fields)
-        record = _RECORD.pack(len(body), zlib.crc32(body), len(fields)) + body
+        numbers = _RECORD.pack(len(body), zlib.crc32(body), len(fields))
+        record = numbers + _HEADER_CHECK.pack(zlib.crc32(numbers)) + body
         written = 0
-        while written < len(record):
-            written += os.pwrite(self._fd, record[written:], self._replayed + written)
+        try:
+            while written < len(record):
+                written += os.pwrite(self._fd, record[written:], self._replayed + written)
+        except OSError as error:
+            os.ftruncate(self._fd, self._replayed)
+            # the table already contains the operation, which no other process will see: replay the log
+            self._table, self._wills, self._replayed = _core.StoreTable(), {}, len(_MAGIC)
+            raise StoreError(
+                f"{self}: process {os.getpid()} cannot write {len(record):,} bytes for {op.name.lower()} "
+                f"({error.strerror}), so the operation had no effect; free space on the disk, or choose another "
+                "directory"
+            ) from error
         self._replayed += len(record)
 
 
 def _read_record(fd: int, offset: int) -> tuple[int, int, list[bytes], int] | None:
-    """Returns the operation, number, fields and size of the record at an offset, or None if it is incomplete."""
-    head = os.pread(fd, _RECORD.size, offset)
-    if len(head) < _RECORD.size:
+    """Returns the operation, number, fields and size of the record at an offset, or None if it is incomplete.
+
+    An incomplete record is the beginning of a record, and the last one in the file. The header has its own checksum, so
+    a damaged length is not mistaken for an incomplete record.
+
+    Raises:
+        ValueError: the record is damaged, or no store has written it.
+    """
+    head = os.pread(fd, _HEADER_NBYTES, offset)
+    if len(head) < _HEADER_NBYTES:
         return None
-    nbytes, checksum, count = _RECORD.unpack(head)
-    body = os.pread(fd, nbytes, offset + _RECORD.size)
-    if len(body) < nbytes or zlib.crc32(body) != checksum:
+    nbytes, checksum, count = _RECORD.unpack_from(head)
+    if (zlib.crc32(head[: _RECORD.size]),) != _HEADER_CHECK.unpack_from(head, _RECORD.size):
+        raise ValueError("its header does not match its checksum")
+    body = _read_up_to(fd, nbytes, offset + _HEADER_NBYTES)
+    if len(body) < nbytes:
         return None
+    if zlib.crc32(body) != checksum:
+        raise ValueError(f"its {nbytes:,} bytes do not match their checksum")
     op, number = _FIXED.unpack_from(body)
     fields, start = [], _FIXED.size
     for _ in range(count):
@@ -244,7 +276,15 @@ def _read_record(fd: int, offset: int) -> tuple[int, int, list[bytes], int] | No
             raise ValueError("a field ends after its record")
         fields.append(body[start : start + length])
         start += length
-    return op, number, fields, _RECORD.size + nbytes
+    return op, number, fields, _HEADER_NBYTES + nbytes
+
+
+def _read_up_to(fd: int, nbytes: int, offset: int) -> bytes:
+    """Reads bytes at an offset; the result is shorter than `nbytes` only at the end of the file."""
+    read = bytearray()
+    while len(read) < nbytes and (more := os.pread(fd, nbytes - len(read), offset + len(read))):
+        read += more
+    return bytes(read)
 
 
 def _lock(fd: int, kind: int, byte: int, *, wait: bool) -> bool:

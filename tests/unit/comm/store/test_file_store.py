@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 from store_kinds import DEADLINE_S, exit_code
 
 from paceline import FileStore
+from paceline.comm.store.store import StoreOp
 from paceline.errors import StoreError
 
 pytestmark = pytest.mark.usefixtures("no_secret")
@@ -56,10 +59,51 @@ def test_a_file_of_a_killed_process_is_started_anew(tmp_path: Path) -> None:
 def test_half_a_record_of_a_killed_writer_is_dropped(tmp_path: Path) -> None:
     first, second = FileStore(tmp_path / "store"), FileStore(tmp_path / "store")
     first.set("whole", b"1")
-    with open(tmp_path / "store", "ab") as file:
-        file.write(b"\x40\0\0\0 half a record")
-    second.set("after", b"2")
-    assert first.multi_get(["whole", "after"]) == [b"1", b"2"]
+    one_record = record(2, struct.pack("<Bq", StoreOp.SET, 0) + 2 * (struct.pack("<I", 1) + b"x"))
+    for nbytes in range(1, len(one_record)):
+        with open(tmp_path / "store", "ab") as file:
+            file.write(one_record[:nbytes])
+        second.set("after", str(nbytes))
+        assert first.multi_get(["whole", "after"]) == [b"1", str(nbytes).encode()]
+        assert not first.check(["x"])
+
+
+def test_a_damaged_record_hides_no_later_record(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = FileStore(path)
+    for number in range(3):
+        store.set(f"key{number}", b"x" * 5)
+    whole = path.read_bytes()
+    start = whole.index(b"key1") - 29
+    for changed in range(start, whole.index(b"key2") - 29):
+        damaged = bytearray(whole)
+        damaged[changed] ^= 0xFF
+        path.write_bytes(damaged)
+        with pytest.raises(StoreError, match=rf"the record at byte {start} of .*checksum.* the later ones; end all"):
+            FileStore(path).check(["key2"])
+        assert path.read_bytes() == damaged
+    path.write_bytes(whole)
+    assert FileStore(path).get("key2") == b"x" * 5
+    path.write_bytes(whole[:start])
+    with pytest.raises(StoreError, match=r"has already read \d+, so another program has truncated it"):
+        store.get("key0")
+
+
+def test_an_operation_without_disk_space_has_no_effect(tmp_path: Path) -> None:
+    first, second = FileStore(tmp_path / "store"), FileStore(tmp_path / "store")
+    first.add("n", 1)
+    nbytes = (tmp_path / "store").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes + 20, hard))
+    try:
+        with pytest.raises(StoreError, match=r"cannot write \d+ bytes for add \(File too large\).* had no effect"):
+            first.add("n", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "store").stat().st_size == nbytes
+    assert second.add("n", 1) == first.add("n", 0) == 2
 
 
 def test_a_file_removed_in_use_is_noticed(tmp_path: Path) -> None:
@@ -103,7 +147,8 @@ def test_a_path_that_is_no_file_is_named(tmp_path: Path) -> None:
 
 
 def record(count: int, body: bytes) -> bytes:
-    return struct.pack("<III", len(body), zlib.crc32(body), count) + body
+    numbers = struct.pack("<III", len(body), zlib.crc32(body), count)
+    return numbers + struct.pack("<I", zlib.crc32(numbers)) + body
 
 
 @pytest.mark.parametrize(
