@@ -24,7 +24,7 @@ from paceline.comm.group.buffers import count_writes, is_plain
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.manifest import BLOCK_NBYTES
-from paceline.train.checkpoint.format.regions import Flat, Region, copies, count, whole
+from paceline.train.checkpoint.format.regions import Flat, Region, copies, count, count_common, whole
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE
 from paceline.train.checkpoint.format.values import SEPARATOR, TensorRef, decode, of_rank, unescaped
 from paceline.train.checkpoint.host_disks import AbsentCheckpoint
@@ -396,9 +396,10 @@ def _missing(
     """
     entry = plan.tensors[item.name]
     for index, piece in enumerate(entry.pieces):
-        if piece.file not in files_here and (parts := copies(entry.shape, piece.region, item.region)):
+        if piece.file in files_here:
+            continue
+        if nbytes := count_common(entry.shape, piece.region, item.region) * ITEMSIZE[entry.dtype]:
             ranks = holders[piece.file]
-            nbytes = sum(part.nelements for part in parts) * ITEMSIZE[entry.dtype]
             yield PieceRequest(ranks[(rank + index) % len(ranks)], item.name, index, item.region, nbytes)
 
 

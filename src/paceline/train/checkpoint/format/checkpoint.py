@@ -23,7 +23,7 @@ from paceline.train.checkpoint.format.manifest import (
     digest_of,
     read_manifest,
 )
-from paceline.train.checkpoint.format.regions import Flat, Region, copies, count, whole
+from paceline.train.checkpoint.format.regions import Flat, Region, copies, count, count_common, whole
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, header_of, nbytes_of
 from paceline.train.checkpoint.format.storage import (
     InputFile,
@@ -135,11 +135,9 @@ class Checkpoint:
                 f"the buffer has {len(target)} bytes, and {wanted} of {name} has {count(wanted) * itemsize}"
             )
         for piece in entry.pieces:
-            is_wanted = files is None or piece.file in files
-            parts = copies(entry.shape, piece.region, wanted) if is_wanted else []
-            if parts:
+            if files is None or piece.file in files:
                 blocks = _Blocks(self, name, piece, count(piece.region) * itemsize)
-                for part in parts:
+                for part in copies(entry.shape, piece.region, wanted):
                     first = part.target * itemsize
                     size = part.nelements * itemsize
                     blocks.copy(part.source * itemsize, target[first : first + size])
@@ -148,11 +146,10 @@ class Checkpoint:
         """Returns the elements of a region within one piece of a tensor; raises the same errors as `read_into`."""
         entry = self.entry(name)
         piece, itemsize = entry.pieces[number], ITEMSIZE[entry.dtype]
-        parts = copies(entry.shape, piece.region, region)
-        buffer = bytearray(sum(part.nelements for part in parts) * itemsize)
+        buffer = bytearray(count_common(entry.shape, piece.region, region) * itemsize)
         blocks = _Blocks(self, name, piece, count(piece.region) * itemsize)
         offset, target = 0, memoryview(buffer)
-        for part in parts:
+        for part in copies(entry.shape, piece.region, region):
             size = part.nelements * itemsize
             blocks.copy(part.source * itemsize, target[offset : offset + size])
             offset += size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 import msgspec
@@ -121,27 +122,17 @@ def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def _runs_of_block(block: TensorBlock, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     if prod(block.shape) == 0:
         return
-    # The block covers dimension `inner` and all later dimensions completely. A run covers these dimensions and the
-    # block's extent in dimension `inner - 1`.
-    inner = len(shape)
-    while inner > 0 and block.shape[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    axis = max(inner - 1, 0)
-    row = prod(shape[axis + 1 :])
-    length = (block.shape[axis] if shape else 1) * row
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    start = block.offset[axis] * row if shape else 0
-    for begin in _begins(start, list(zip(block.offset, block.shape, strides, strict=True))[:axis]):
-        yield begin, begin + length
+    for begin, _, nelements in _copies_of_block(block, _order_of(whole(shape), shape), _order_of(block, shape)):
+        yield begin, begin + nelements
 
 
-def _begins(start: int, outer: list[tuple[int, int, int]]) -> Iterator[int]:
-    """Yields the first element of each run, given the block's offset, extent and stride in each outer dimension."""
+def _begins(start: int, outer: list[tuple[int, int]]) -> Iterator[int]:
+    """Yields the first element of each run, given the extent and the stride in each outer dimension."""
     if not outer:
         yield start
         return
-    (first, extent, stride), *inner = outer
-    for index in range(first, first + extent):
+    (extent, stride), *inner = outer
+    for index in range(extent):
         yield from _begins(start + index * stride, inner)
 
 
@@ -223,8 +214,10 @@ class RegionCopy(NamedTuple):
     nelements: int
 
 
-def copies(shape: tuple[int, ...], held: Region, wanted: Region) -> list[RegionCopy]:
-    """Returns the copies that fill one region from another, with ascending source and target indices.
+def copies(shape: tuple[int, ...], held: Region, wanted: Region) -> Iterator[RegionCopy]:
+    """Yields the copies that fill one region from another, with ascending source and target indices.
+
+    A block can have a run for each row of the tensor, so the copies are computed one at a time.
 
     Args:
         shape: the shape of the tensor.
@@ -234,32 +227,80 @@ def copies(shape: tuple[int, ...], held: Region, wanted: Region) -> list[RegionC
     held, wanted = simplified(held, shape), simplified(wanted, shape)
     if isinstance(held, Flat) and isinstance(wanted, Flat):
         start, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
-        return [RegionCopy(start - held.start, start - wanted.start, stop - start)] if start < stop else []
-    return _merged(list(runs(held, shape)), list(runs(wanted, shape)))
+        if start < stop:
+            yield RegionCopy(start - held.start, start - wanted.start, stop - start)
+        return
+    before: RegionCopy | None = None
+    for common in _common_blocks(shape, held, wanted):
+        for copy in _copies_of_block(common, _order_of(held, shape), _order_of(wanted, shape)):
+            if before is None:
+                before = copy
+            elif (before.source + before.nelements, before.target + before.nelements) == copy[:2]:
+                before = before._replace(nelements=before.nelements + copy.nelements)
+            else:
+                yield before
+                before = copy
+    if before is not None:
+        yield before
 
 
-def _merged(held: list[tuple[int, int]], wanted: list[tuple[int, int]]) -> list[RegionCopy]:
-    """Intersects two ascending lists of runs, and merges adjacent copies."""
-    found: list[RegionCopy] = []
-    held_index = wanted_index = source = target = 0
-    while held_index < len(held) and wanted_index < len(wanted):
-        (start, stop), (first, last) = held[held_index], wanted[wanted_index]
-        begin, end = max(start, first), min(stop, last)
-        if begin < end:
-            _add(found, RegionCopy(source + begin - start, target + begin - first, end - begin))
-        if stop <= last:
-            source += stop - start
-            held_index += 1
-        if last <= stop:
-            target += last - first
-            wanted_index += 1
-    return found
+def count_common(shape: tuple[int, ...], held: Region, wanted: Region) -> int:
+    """Returns the number of elements that two regions of a tensor have in common."""
+    if isinstance(held, Flat) and isinstance(wanted, Flat):
+        return max(0, min(held.stop, wanted.stop) - max(held.start, wanted.start))
+    return sum(map(count, _common_blocks(shape, held, wanted)))
 
 
-def _add(found: list[RegionCopy], copy: RegionCopy) -> None:
-    if found:
-        before = found[-1]
-        if before.source + before.nelements == copy.source and before.target + before.nelements == copy.target:
-            found[-1] = RegionCopy(before.source, before.target, before.nelements + copy.nelements)
-            return
-    found.append(copy)
+def _common_blocks(shape: tuple[int, ...], held: Region, wanted: Region) -> Iterator[TensorBlock]:
+    """Yields the blocks that two regions have in common, in ascending order; at most one region may be `Flat`."""
+    for one in _as_blocks(held, shape):
+        for other in _as_blocks(wanted, shape):
+            if blocks_overlap(one, other):
+                pairs = list(zip(one.offset, one.shape, other.offset, other.shape, strict=True))
+                offset = tuple(max(first, second) for first, _, second, _ in pairs)
+                ends = (min(first + size, second + extent) for first, size, second, extent in pairs)
+                extents = tuple(end - begin for begin, end in zip(offset, ends, strict=True))
+                if 0 not in extents:
+                    yield TensorBlock(offset, extents)
+
+
+def _as_blocks(region: Region, shape: tuple[int, ...]) -> list[TensorBlock]:
+    if isinstance(region, TensorBlock):
+        return [region]
+    return blocks(shape, region.start, region.stop) if shape else [TensorBlock((), ())] * (region.stop - region.start)
+
+
+class _ElementOrder(NamedTuple):
+    """The order of a region's elements in its buffer: the element at index `i` of the tensor is at `first + i·strides`.
+
+    Attributes:
+        first: the position in the buffer of the tensor's first element, which may be outside the region.
+        shape: the extents of the row-major order.
+        strides: the distance between neighbors along each dimension.
+    """
+
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _order_of(region: Region, shape: tuple[int, ...]) -> _ElementOrder:
+    extents = shape if isinstance(region, Flat) else region.shape
+    strides = tuple(prod(extents[dim + 1 :]) for dim in range(len(extents)))
+    if isinstance(region, Flat):
+        return _ElementOrder(-region.start, extents, strides)
+    return _ElementOrder(-sum(map(mul, region.offset, strides)), extents, strides)
+
+
+def _copies_of_block(block: TensorBlock, held: _ElementOrder, wanted: _ElementOrder) -> Iterator[RegionCopy]:
+    """Yields a copy for each run of a block's elements that is contiguous in both orders."""
+    axis = len(block.shape) - 1
+    while axis > 0 and block.shape[axis] == held.shape[axis] == wanted.shape[axis]:
+        axis -= 1
+    nelements = prod(block.shape[axis:])
+    source = held.first + sum(map(mul, block.offset, held.strides))
+    target = wanted.first + sum(map(mul, block.offset, wanted.strides))
+    sources = _begins(source, list(zip(block.shape[:axis], held.strides, strict=False)))
+    targets = _begins(target, list(zip(block.shape[:axis], wanted.strides, strict=False)))
+    for begin, end in zip(sources, targets, strict=True):
+        yield RegionCopy(begin, end, nelements)

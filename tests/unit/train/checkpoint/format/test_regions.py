@@ -9,7 +9,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline.train.checkpoint.format.regions import Flat, TensorBlock, copies, count, runs, simplified, untiled
+from paceline.train.checkpoint.format.regions import (
+    Flat,
+    TensorBlock,
+    copies,
+    count,
+    count_common,
+    runs,
+    simplified,
+    untiled,
+)
 
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
@@ -50,11 +59,29 @@ def test_copies_put_each_common_element_where_it_belongs(data, shape):
     held, wanted = data.draw(regions(shape)), data.draw(regions(shape))
     have, want = elements(held, shape), elements(wanted, shape)
     filled = {}
-    for each in copies(shape, held, wanted):
+    found = list(copies(shape, held, wanted))
+    assert found == sorted(found) and found == sorted(found, key=lambda each: each.target)
+    assert sum(each.nelements for each in found) == count_common(shape, held, wanted)
+    for each in found:
         for offset in range(each.nelements):
             assert each.target + offset not in filled
             filled[each.target + offset] = have[each.source + offset]
     assert filled == {at: index for at, index in enumerate(want) if index in set(have)}
+
+
+def test_the_copies_of_a_column_are_computed_one_at_a_time():
+    rows = 1 << 40  # a list of the runs would need terabytes
+    shape, column = (rows, 8), TensorBlock((0, 2), (rows, 3))
+    for held, wanted, first, last, number in (
+        (column, Flat(0, 8 * rows), (0, 2, 3), (3, 10, 3), 3 * rows),
+        (Flat(0, 8 * rows), column, (2, 0, 3), (10, 3, 3), 3 * rows),
+        (column, TensorBlock((0, 4), (rows, 4)), (2, 0, 1), (5, 4, 1), rows),
+        (column, Flat(8 * rows - 16, 8 * rows), (3 * rows - 6, 2, 3), (3 * rows - 3, 10, 3), 6),
+    ):
+        found = copies(shape, held, wanted)
+        assert [next(found), next(found)] == [first, last]
+        assert count_common(shape, held, wanted) == number
+    assert list(copies(shape, column, TensorBlock((0, 0), (rows, 2)))) == []
 
 
 @given(st.data(), shapes, st.integers(1, 5))
