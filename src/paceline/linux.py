@@ -1,4 +1,4 @@
-"""Linux system calls that some builds of Python lack, and helpers for process exits and file descriptors.
+"""Linux system calls that some builds of Python lack, and helpers for process exits, file descriptors and memory.
 
 Python's own function is used if it exists. The builds from conda and uv lack some functions, because they target older
 systems. Except for `_STDIN_CALLS`, the system call numbers used here are the same on every architecture.
@@ -182,3 +182,11 @@ def waits_for_stdin(pid: int, root: str = "/proc") -> bool:
         return False
     # A line editor calls select or pselect6 with a first argument of 1, so it waits for descriptor 0 only.
     return (int(words[0]), int(words[1], 16)) in [(read, 0), *((select, 1) for select in selects)]
+
+
+def read_only_memory(root: str = "/proc") -> list[tuple[int, int]]:
+    """Returns the address ranges that this process has mapped but cannot write to, in ascending order."""
+    with open(f"{root}/self/maps", "rb") as lines:
+        fields = [line.split(None, 2)[:2] for line in lines]
+    found = [addresses.split(b"-") for addresses, permissions in fields if permissions[1:2] != b"w"]
+    return [(int(start, 16), int(stop, 16)) for start, stop in found]

@@ -6,20 +6,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import chain
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from paceline.comm.engine.adapters.device_streams import accelerator_in_use, current_accelerator
+from paceline.errors import short_repr
 from paceline.train.checkpoint.format.values import join
 from paceline.train.checkpoint.optimizers import Numbering
 from paceline.train.checkpoint.pytree import Enclosing, enclosed, take_apart
@@ -192,9 +195,80 @@ def _is_needed(held: LocalRegion) -> bool:
 
 
 TrainingState = Mapping[str, Any]
+Call = TypeVar("Call", bound=Callable[..., Any])
 _NONE: Mapping[str, Numbering] = MappingProxyType({})
 _NO_NAMES: Enclosing = MappingProxyType({})
 _WRAPPERS = (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def takes_state_and_path(call: Call) -> Call:
+    """Decorates a function that takes a state and a path: missing or swapped arguments raise a clear TypeError."""
+
+    @wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = {name: kwargs[name] for name in ("state", "path") if name in kwargs}
+        given |= zip(("state", "path"), args, strict=False)
+        name = call.__name__
+        fault = _fault_of_order(given)
+        if fault is not None:
+            effect = "which loads into the objects in the state" if name == "load" else "which saves the state there"
+            raise TypeError(
+                f'{name} {fault}; it takes the state and then the path, as in {name}({{"model": model}}, '
+                f'"checkpoints"), {effect}'
+            )
+        return call(*args, **kwargs)
+
+    return cast(Call, checked)
+
+
+def _fault_of_order(given: Mapping[str, object]) -> str | None:
+    """Returns the reason why the arguments named "state" and "path" cannot be what their names say, or None."""
+    if not given:
+        return "got no state and no path"
+    if len(given) == 1:
+        (value,) = given.values()
+        missing = "path" if "state" in given and not isinstance(value, (str, os.PathLike)) else "state"
+        return f"got no {missing}, only {short_repr(value)}"
+    state, path = given["state"], given["path"]
+    if isinstance(state, (str, os.PathLike)):
+        return f"got {short_repr(state)} as the state and {short_repr(path)} as the path"
+    return None if isinstance(path, (str, os.PathLike)) else f"got {short_repr(path)} as the path"
+
+
+def require_state(call: str, state: object, step: object = None) -> None:
+    """Checks that the arguments to a method of a checkpoint manager are not a path, and not swapped.
+
+    Args:
+        call: the name of the method.
+        state: the argument for the state.
+        step: the argument for the step, or None if the method takes no step.
+
+    Raises:
+        TypeError: the state is a path, or the step is a state.
+    """
+    if isinstance(step, Mapping):
+        raise TypeError(
+            f"CheckpointManager.{call} got {short_repr(step)} as the step and {short_repr(state)} as the state; it "
+            f'takes the step and then the state, as in manager.{call}(step, {{"model": model}})'
+        )
+    if isinstance(state, (str, os.PathLike)):
+        raise TypeError(
+            f"CheckpointManager.{call} got {short_repr(state)} as the state; the path belongs to "
+            'CheckpointManager(path), and the state is a dict such as {"model": model, "optimizer": optimizer}'
+        )
+
+
+def require_path(path: object) -> None:
+    """Checks that the argument to CheckpointManager is a path.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"CheckpointManager got {short_repr(path)} as the path; pass the directory of the checkpoints here, and "
+            "the state to its methods save and restore"
+        )
 
 
 def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbering] = _NONE) -> CapturedState:

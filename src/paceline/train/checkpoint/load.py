@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import CheckpointDamagedError, CheckpointError
-from paceline.train.checkpoint.captured_state import TrainingState
+from paceline.train.checkpoint.captured_state import TrainingState, takes_state_and_path
 from paceline.train.checkpoint.foreign.foreign_file import open_foreign
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.root import Root, open_checkpoint
@@ -49,6 +49,7 @@ class LoadResult:
     nbytes_read: int
 
 
+@takes_state_and_path
 def load(
     state: TrainingState,
     path: str | os.PathLike[str],

@@ -20,7 +20,13 @@ import torch
 from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import CheckpointError, CollectiveError, StoreError
-from paceline.train.checkpoint.captured_state import TrainingState, elastic_of, unsaved_gradients
+from paceline.train.checkpoint.captured_state import (
+    TrainingState,
+    elastic_of,
+    require_path,
+    require_state,
+    unsaved_gradients,
+)
 from paceline.train.checkpoint.format.root import Root
 from paceline.train.checkpoint.format.values import some
 from paceline.train.checkpoint.host_disks import Disks, found_disks
@@ -87,6 +93,7 @@ class CheckpointManager:
             raise ValueError(f"keep is {keep}; it must be at least 1")
         if peer_copies < 0:
             raise ValueError(f"peer_copies is {peer_copies}; it must be a number of hosts, 0 for no copies in memory")
+        require_path(path)
         self._root = Root(path)
         self._copies = PeerCopies(self._root.storage.describe(), peer_copies) if peer_copies else None
         self._every, self._keep, self._asynchronous, self._group = every, keep, asynchronous, group
@@ -136,6 +143,7 @@ class CheckpointManager:
             CheckpointError: this checkpoint or the previous one could not be written; raised on every rank.
             SystemExit: a rank has received SIGTERM. The checkpoint is on disk.
         """
+        require_state("save", state, step)
         elastic = elastic_of(state)
         if elastic is not None and elastic.rounds is not None:
             return self._save_elastic(elastic, step, state, force)
@@ -169,6 +177,7 @@ class CheckpointManager:
             CheckpointError: there are checkpoints but none is complete, or the newest complete one does not match
                 `state`.
         """
+        require_state("restore", state)
         BACKGROUND.finish()
         channel = channel_of(self._group)
         if self._copies is not None:

@@ -23,7 +23,7 @@ from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, accel
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.durations import whole_number
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.captured_state import TrainingState
+from paceline.train.checkpoint.captured_state import TrainingState, takes_state_and_path
 from paceline.train.checkpoint.format.local_storage import ALIGNMENT
 from paceline.train.checkpoint.format.manifest import (
     contribution_to_bytes,
@@ -54,6 +54,7 @@ _CHUNK_NBYTES = 16 << 20  # number of bytes that one thread copies at a time
 _MOST_THREADS = 4  # more threads would not copy faster
 
 
+@takes_state_and_path
 def save(
     state: TrainingState,
     path: str | os.PathLike[str],

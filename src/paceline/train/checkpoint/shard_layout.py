@@ -8,6 +8,8 @@ the parameter, because the parameter may be moved or divided differently later.
 
 from __future__ import annotations
 
+import bisect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError
+from paceline.linux import read_only_memory
 from paceline.train.checkpoint.format.regions import (
     Flat,
     Region,
@@ -109,6 +112,80 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
             "with torch.distributed.checkpoint, which paceline.load can read"
         )
     name_of(tensor.dtype)
+
+
+class LoadTargets:
+    """Checks that a checkpoint can be loaded into tensors."""
+
+    def __init__(self) -> None:
+        self._read_only: list[tuple[int, int]] | None = None  # address ranges, read for the first tensor on the CPU
+
+    def require(self, name: str, tensor: torch.Tensor) -> None:
+        """Checks that values can be copied into a tensor.
+
+        Raises:
+            CheckpointError: the tensor has no memory for each of its elements, or not one that can be written to.
+        """
+        fault = self._fault_of(tensor)
+        if fault is not None:
+            raise CheckpointError(f"{name!r} cannot be loaded: here, it is {fault}")
+
+    def _fault_of(self, tensor: torch.Tensor) -> str | None:
+        if tensor.is_meta:
+            return (
+                "on the meta device and has no memory; allocate it first, for example with "
+                "module.to_empty(device='cpu')"
+            )
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            return f"a {kind} tensor; load into a dense tensor, and convert that"
+        if hasattr(tensor, "_local_tensor") or hasattr(tensor, "local_shards"):
+            return f"a {type(tensor).__name__}, which torch.distributed has distributed over processes"
+        if _has_shared_elements(tensor):
+            return (
+                f"a view of shape {list(tensor.shape)} and strides {list(tensor.stride())}, of which several elements "
+                "share memory, for example the result of expand; pass tensor.clone()"
+            )
+        if tensor.is_cpu and self._is_read_only(tensor):
+            return (
+                "in memory that this process cannot write to, for example a numpy.memmap with mode 'r'; pass "
+                "tensor.clone()"
+            )
+        return None
+
+    def _is_read_only(self, tensor: torch.Tensor) -> bool:
+        try:
+            start = tensor.data_ptr()
+        except RuntimeError:  # a subclass without memory of its own
+            return False
+        if tensor.numel() == 0 or start == 0:
+            return False
+        if self._read_only is None:
+            self._read_only = read_only_memory()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        stop = start + (last + 1) * tensor.element_size()
+        index = bisect.bisect_right(self._read_only, (start, sys.maxsize))
+        ranges = self._read_only[max(0, index - 1) : index + 1]
+        return any(first < stop and start < end for first, end in ranges)
+
+
+def _has_shared_elements(tensor: torch.Tensor) -> bool:
+    """Returns True if several elements of a strided tensor have the same address."""
+    axes = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+    extent, is_certain = 0, True
+    for stride, size in axes:
+        if size == 0:
+            return False
+        is_certain = is_certain and stride > extent
+        extent += (size - 1) * stride
+    if is_certain or not axes:
+        return False
+    if axes[0][0] == 0:
+        return True
+    offsets = torch.zeros((), dtype=torch.int64, device="cpu")
+    for stride, size in axes:  # a rare case: the result depends on the numbers
+        offsets = offsets.unsqueeze(-1) + stride * torch.arange(size, device="cpu")
+    return len(offsets.unique()) < offsets.numel()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from paceline.train.checkpoint.optimizers import Numbering, own_groups, own_stat
 from paceline.train.checkpoint.pytree import with_classes_of
 from paceline.train.checkpoint.read import LoadPlan, number_of
 from paceline.train.checkpoint.shard_layout import (
+    LoadTargets,
     ParameterLayouts,
     RunPart,
     ShardLayout,
@@ -62,7 +63,7 @@ class StateRestorer:
 
     def __init__(self, plan: LoadPlan, strict: bool, contexts: ExitStack, numberings: Mapping[str, Numbering]) -> None:
         self._plan, self._strict, self._contexts = plan, strict, contexts
-        self._layouts = ParameterLayouts()
+        self._layouts, self._targets = ParameterLayouts(), LoadTargets()
         self._optimizers = OptimizerRestorer(plan, numberings, self._layouts)
         self._where = plan.checkpoint.describe()
 
@@ -100,6 +101,7 @@ class StateRestorer:
         elif isinstance(value, Optimizer):
             self._optimizers.request(name, value)
         elif isinstance(value, torch.Tensor):
+            self._targets.require(name, value)
             self._plan.into(name, value)
         elif isinstance(value, Stateful):
             self._request_object(name, value)
@@ -136,6 +138,7 @@ class StateRestorer:
                     if (run := ShardedParameters.own_run(shard)) is not None:
                         self._request_local(full, run, ShardLayout.of_shard(shard))
             elif isinstance(value, torch.Tensor):
+                self._targets.require(full, value)
                 layout = self._layouts[value]
                 if layout.is_divided:
                     self._request_local(full, value, layout)
@@ -375,7 +378,7 @@ def _adopt_all(
                     f"{full!r} is a module here, but in {foreign.path} ({foreign.kind}) it is a dict with a key "
                     f"of type {kind}; load it into None to get the saved value"
                 )
-            _adopt_module(module, found, strict)
+            _adopt_module(full, module, found, strict)
         elif isinstance(value, dict) and holds_objects(value):
             _adopt_all(value, found, foreign, numberings, strict, full)
         elif isinstance(value, Optimizer) and is_divided(value):
@@ -384,16 +387,34 @@ def _adopt_all(
             # A ZeRO optimizer cannot return its state_dict without the other ranks.
             needs_ranks = hasattr(value, "consolidate_state_dict")
             value.load_state_dict(found if needs_ranks else with_classes_of(found, value.state_dict()))
+        elif isinstance(value, torch.Tensor):
+            _adopt_tensor(full, value, found, foreign)
         else:
             assert isinstance(state, dict)
             state[name] = with_classes_of(found, value)
+
+
+def _adopt_tensor(name: str, tensor: torch.Tensor, found: object, foreign: ForeignCheckpoint) -> None:
+    if not isinstance(found, torch.Tensor):
+        raise CheckpointError(
+            f"{name!r} is a tensor here, and a {type(found).__name__} in {foreign.path} ({foreign.kind}); load it into "
+            "None to get the saved value"
+        )
+    if found.shape != tensor.shape:
+        raise CheckpointError(
+            f"{name!r} has the shape {list(found.shape)} in {foreign.path} ({foreign.kind}), but {list(tensor.shape)} "
+            "here; load it into None to get the saved value"
+        )
+    LoadTargets().require(name, tensor)
+    with torch.no_grad():
+        tensor.copy_(found)
 
 
 def _needs_dict(value: object, module: nn.Module | None) -> bool:
     return module is not None or isinstance(value, Optimizer) or (isinstance(value, dict) and holds_objects(value))
 
 
-def _adopt_module(module: nn.Module, found: Mapping[str, Any], strict: bool) -> None:
+def _adopt_module(name: str, module: nn.Module, found: Mapping[str, Any], strict: bool) -> None:
     for prefix in (_PREFIX, f"_orig_mod.{_PREFIX}"):  # saved from a DistributedDataParallel, which may be compiled
         if all(key.startswith(prefix) for key in found):
             found = {key.removeprefix(prefix): value for key, value in found.items()}
@@ -409,6 +430,10 @@ def _adopt_module(module: nn.Module, found: Mapping[str, Any], strict: bool) -> 
         else:
             own_keys = {uncompiled_key(module, key): key for key in module.state_dict(keep_vars=True)}
             found = _renamed(found, lambda key: own_keys.get(key, key))
+        targets = LoadTargets()
+        for key, value in module.state_dict(keep_vars=True).items():
+            if key in found and isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value):
+                targets.require(join(name, key), value)
         module.load_state_dict(found, strict=strict)
 
 

@@ -154,3 +154,23 @@ def test_a_value_that_a_state_holds_twice_is_saved_twice(tmp_path: Path) -> None
     dist.save({"a": twice, "b": {"c": twice, "d": (twice, twice)}}, tmp_path)
     dist.load(into, tmp_path)
     assert plain(into["b"]["d"][1]) == plain(into["a"]) == plain(twice)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "named", "said"),
+    [
+        (dist.load, ("c", {}), {}, "load got 'c' as the state and a dict as the path; it takes the state and"),
+        (dist.save, (Path("c"), {}), {}, r"save got a \w+Path as the state and a dict as the path; it takes the"),
+        (dist.load, ("c",), {}, r"load got no state, only 'c'; .*which loads into the objects in the state"),
+        (dist.load, (), {"path": "c"}, "load got no state, only 'c'; it takes the state and then the path"),
+        (dist.save, ({},), {}, r'save got no path, only a dict; .*save\(\{"model": model\}, "checkpoints"\)'),
+        (dist.load, (), {}, "load got no state and no path; it takes"),
+        (dist.save, ({}, 3), {}, "save got 3 as the path; it takes the state and then the path"),
+        (dist.CheckpointManager, ({},), {}, "CheckpointManager got a dict as the path; pass the directory"),
+        (lambda *each: dist.CheckpointManager("c").save(*each), ({}, 3), {}, "save got a dict as the step and 3"),
+        (lambda path: dist.CheckpointManager("c").restore(path), ("c",), {}, "restore got 'c' as the state; the"),
+    ],
+)
+def test_missing_and_swapped_arguments_are_told_with_their_order(call, arguments, named, said):
+    with pytest.raises(TypeError, match=said):
+        call(*arguments, **named)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from round_trips import OBJECTS, optimizer_of, plain, require_round_trip
@@ -154,3 +155,75 @@ def test_conjugate_and_negative_views_keep_the_signs_of_values(tmp_path):
     dist.load(state, tmp_path)
     assert state["complex"].tolist() == [1 + 2j]
     assert state["real"].tolist() == [1.0, 1.0]
+
+
+UNLOADABLE = {
+    "expanded": (lambda _: torch.zeros(1, 3).expand(2, 3), r"a view of shape \[2, 3\] and strides \[0, 1\], of which"),
+    "one element": (
+        lambda _: torch.zeros(()).expand(2, 3),
+        r"several elements share memory, .*; pass tensor\.clone\(\)",
+    ),
+    "overlapping": (lambda _: torch.zeros(4).as_strided((2, 3), (1, 1)), "of which several elements share memory"),
+    "meta": (lambda _: torch.zeros(2, 3, device="meta"), r"on the meta device .* module\.to_empty\(device='cpu'\)"),
+    "sparse": (lambda _: torch.zeros(2, 3).to_sparse(), r"a torch\.sparse_coo tensor; load into a dense tensor"),
+    "compressed": (lambda _: torch.zeros(2, 3).to_sparse_csr(), r"a torch\.sparse_csr tensor; load into a dense"),
+    "mapped": (
+        lambda path: torch.from_numpy(np.memmap(path, np.float32, "r", shape=(2, 3))),
+        r"in memory that this process cannot write to, .*numpy\.memmap with mode 'r'; pass tensor\.clone\(\)",
+    ),
+}
+
+
+def files_with(tmp_path: Path, saved: torch.Tensor) -> list[Path]:
+    dist.save({"x": saved}, tmp_path / "ours")
+    torch.save({"x": saved}, tmp_path / "theirs.pt")
+    return [tmp_path / "ours", tmp_path / "theirs.pt"]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("kind", UNLOADABLE)
+def test_a_tensor_that_cannot_be_written_to_is_named(tmp_path: Path, kind: str) -> None:
+    make, said = UNLOADABLE[kind]
+    (tmp_path / "zeros").write_bytes(bytes(24))
+    for path in files_with(tmp_path, torch.arange(6.0).view(2, 3)):
+        with pytest.raises(dist.CheckpointError, match=f"'x' cannot be loaded: here, it is {'.*' + said}"):
+            dist.load({"x": make(tmp_path / "zeros")}, path)
+
+
+def test_views_of_leaves_and_tensors_of_any_layout_are_loaded_in_place(tmp_path: Path) -> None:
+    saved = torch.arange(6.0).view(2, 3)
+    for path in files_with(tmp_path, saved):
+        for target in (
+            torch.zeros(2, 3, requires_grad=True),
+            nn.Parameter(torch.zeros(3, 2)).T,
+            torch.zeros(2, 6, requires_grad=True)[:, ::2],
+            torch.zeros(9).as_strided((2, 3), (3, 2)),
+            torch.from_numpy(np.zeros((2, 3), np.float64)),
+            torch.zeros(2, 3, dtype=torch.complex64).conj(),
+        ):
+            state = {"x": target}
+            dist.load(state, path)
+            assert state["x"] is target and target.tolist() == saved.tolist()
+        quantized = torch.quantize_per_tensor(torch.zeros(2, 3), 1.0, 0, torch.quint8)
+        dist.load({"x": quantized}, path)
+        assert quantized.dequantize().equal(saved)
+
+
+def test_a_module_on_the_meta_device_is_named(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    dist.save({"model": model}, tmp_path / "ours")
+    torch.save({"model": model.state_dict()}, tmp_path / "theirs.pt")
+    for path in ("ours", "theirs.pt"):
+        with pytest.raises(dist.CheckpointError, match=r"'model/weight' cannot be loaded: .* on the meta device"):
+            dist.load({"model": nn.Linear(3, 2, device="meta")}, tmp_path / path)
+
+
+def test_a_tensor_of_another_shape_in_a_foreign_file_is_named(tmp_path: Path) -> None:
+    path = files_with(tmp_path, torch.zeros(2, 3))[1]
+    with pytest.raises(
+        dist.CheckpointError, match=r"'x' has the shape \[2, 3\] in .*, but \[6\] here; load it into None"
+    ):
+        dist.load({"x": torch.zeros(6)}, path)
+    torch.save({"x": 3}, path)
+    with pytest.raises(dist.CheckpointError, match="'x' is a tensor here, and a int in .*; load it into None"):
+        dist.load({"x": torch.zeros(6)}, path)
