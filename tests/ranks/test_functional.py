@@ -66,6 +66,14 @@ def _reductions(op: dist.ReduceOp) -> list[Case]:
             inputs=None,
         ),
         Case(
+            f"reduce_scatter of other shapes {op.name}",
+            lambda x, rank, size: [
+                functional.reduce_scatter(torch.empty_like(x[rank][rank:]), [y[r:] for r, y in enumerate(x)], op)
+            ],
+            lambda all_: [[_reduced([x[rank][rank:] for x in all_], op)] for rank in range(len(all_))],
+            inputs=None,
+        ),
+        Case(
             f"reduce_scatter_tensor {op.name}",
             lambda x, rank, size: [functional.reduce_scatter_tensor(torch.empty_like(x[0][:3]), x[0], op)],
             lambda all_: [[_reduced([x[0][3 * rank : 3 * rank + 3] for x in all_], op)] for rank in range(len(all_))],
@@ -254,6 +262,8 @@ def _refusals(rank: int, size: int) -> None:
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(ValueError, match=f"one tensor for each of the {size} ranks"):
         functional.reduce_scatter(torch.empty(3), [x])
+    with pytest.raises(ValueError, match=rf"with index {rank} must have the output's shape \[2\]; got \[\[3\], \[3\]"):
+        functional.reduce_scatter(torch.empty(2), [x] * size)
     with pytest.raises(ValueError, match=f"scatter needs one tensor for each .* on rank {ROOT}"):
         functional.scatter([x], ROOT)
     with pytest.raises(TypeError, match="MAX is not defined for torch.complex64"):

@@ -111,21 +111,30 @@ def reduce_scatter(
     """Reduces `input_list[r]` over all ranks into rank r's `output`; returns `output`, through which gradients flow.
 
     Args:
-        output: a tensor with the shape of each input.
-        input_list: a list of one tensor for each rank, all with the same shape.
+        output: a tensor with the shape of this rank's input, `input_list[rank]`.
+        input_list: a list of one tensor for each rank. The tensors may differ in shape, but `input_list[r]` must have
+            the same shape on every rank.
 
     Raises:
         TypeError: `op` is not defined for the tensors' type.
-        ValueError: the number of inputs differs from the number of ranks, or the shapes differ.
+        ValueError: the number of inputs differs from the number of ranks, or this rank's input does not have the
+            output's shape.
     """
     members = _members(group, "reduce_scatter")
-    shapes = {tuple(tensor.shape) for tensor in (output, *input_list)}
-    if len(input_list) != members.size() or len(shapes) != 1:
+    shapes = [tuple(tensor.shape) for tensor in input_list]
+    if len(shapes) != members.size() or shapes[members.rank()] != tuple(output.shape):
         raise ValueError(
-            f"{members}: reduce_scatter takes one tensor for each of the {members.size()} ranks, all of the output's "
-            f"shape {list(output.shape)}; got {[list(tensor.shape) for tensor in input_list]}"
+            f"{members}: reduce_scatter takes one tensor for each of the {members.size()} ranks, and the tensor with "
+            f"index {members.rank()} must have the output's shape {list(output.shape)}; got {list(map(list, shapes))}"
         )
-    return reduce_scatter_tensor(output, torch.stack(list(input_list)), op, members)
+    if len(set(shapes)) == 1:
+        return reduce_scatter_tensor(output, torch.stack(list(input_list)), op, members)
+    scaled = [_unscaled(tensor, op, "reduce_scatter") for tensor in input_list]
+    inputs, plain_op = [tensor for tensor, _ in scaled], scaled[0][1]
+    if all(_is_by_one_call(tensor, plain_op) for tensor in inputs):
+        return applied(ReduceScatterList, members, plain_op, output, *inputs)
+    received = all_exchanged(members, [torch.empty_like(output) for _ in inputs], inputs)
+    return output.copy_(_locally(torch.stack(received), plain_op))
 
 
 @eager
@@ -353,6 +362,28 @@ class ReduceScatter(Function):
         """Returns the gathered gradients of all ranks, divided by the number of ranks for AVG."""
         gathered = applied(AllGather, ctx.group, grad.new_empty(ctx.shape), grad)
         return None, None, None, _averaged(gathered, ctx.op, ctx.group)
+
+
+@eager_methods
+class ReduceScatterList(Function):
+    """Reduce-scatter of tensors that differ in shape; differentiable for SUM and AVG."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: ProcessGroup, op: ReduceOp, output: torch.Tensor, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes to `output` and returns it."""
+        ctx.group, ctx.op, ctx.shapes = group, op, [tensor.shape for tensor in tensors]
+        ctx.mark_dirty(output)
+        collectives.reduce_scatter(output, list(tensors), op, group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        """Returns the gradient of each rank's output, divided by the number of ranks for AVG."""
+        received = [grad.new_empty(shape) for shape in ctx.shapes]
+        shared = all_exchanged(ctx.group, received, [grad] * len(received))
+        return None, None, None, *(_averaged(each, ctx.op, ctx.group) for each in shared)
 
 
 @eager_methods
