@@ -197,6 +197,10 @@ def _number(view: View) -> int:
     return view.generation
 
 
-def same_bits_as(*facts: object) -> str:
-    """Returns the fingerprint of a worker; workers with equal fingerprints compute bitwise equal results."""
-    return msgspec.json.encode([str(fact) for fact in facts]).decode()
+def same_bits_as(facts: Mapping[str, object]) -> str:
+    """Returns the fingerprint of a worker; workers with equal fingerprints compute bitwise equal results.
+
+    Args:
+        facts: the versions, settings and tensors on which the results depend, with their names in error messages.
+    """
+    return msgspec.json.encode({name: str(fact) for name, fact in facts.items()}).decode()

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
+
 from paceline.train.elastic.coordinator.elastic_job import ElasticJob
 from paceline.train.elastic.coordinator.worker_registry import WorkerPhase, WorkerRecord
 from paceline.train.elastic.protocol import (
@@ -30,6 +32,7 @@ from paceline.train.elastic.protocol import (
 
 SENDERS_OF_A_TRANSFER = 2
 _REMEMBERED = 16  # number of transfers whose offers are kept
+_MOST_DIFFERENCES = 3  # number of differences that a message lists
 
 
 def finish_job(job: ElasticJob, now_s: float) -> None:
@@ -311,13 +314,35 @@ def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
 def refuse_worker(job: ElasticJob, worker: WorkerRecord, expected: str) -> None:
     """Dismisses a worker whose results would differ from the others', and stops replacing workers on its machine."""
     host = worker.machine.host
-    reason = f"worker {worker.uid} on {host} has {worker.fingerprint!r}, and the job's members have {expected!r}"
-    reason = f"{reason}: their results would differ in bits"
+    differences = differences_of(worker.fingerprint, expected)
+    reason = f"worker {worker.uid} on {host} would compute other results than the job's members: {differences}"
     job.say(reason)
-    job.dismiss(worker, f"{reason}. Use identical machines and settings", 2)
+    job.dismiss(worker, f"{reason}. Use identical machines, programs and settings", 2)
     if worker.machine.replaces:
         worker.machine.replaces = False
         job.orders.append(CloseSlotsOrder(worker.machine.name, reason))
+
+
+def differences_of(own: str, expected: str) -> str:
+    """Returns text about the differences between a worker's fingerprint and that of the job's members.
+
+    >>> differences_of('{"the seed": "1", "buffer b": "of shape [2]"}', '{"the seed": "2"}')
+    'the seed is 1 there, and 2 in the job; buffer b (of shape [2]) exists only there'
+    """
+    try:
+        mine, theirs = (msgspec.json.decode(text, type=dict[str, str]) for text in (own, expected))
+    except msgspec.DecodeError:  # a launcher of another version
+        return f"{own!r} there, and {expected!r} in the job"
+    found = [
+        f"{name} is {value} there, and {theirs[name]} in the job"
+        for name, value in mine.items()
+        if theirs.get(name, value) != value
+    ]
+    found += [f"{name} ({value}) exists only there" for name, value in mine.items() if name not in theirs]
+    found += [f"{name} ({value}) exists only in the job" for name, value in theirs.items() if name not in mine]
+    more = len(found) - _MOST_DIFFERENCES
+    listed = "; ".join(found[:_MOST_DIFFERENCES]) or "the order of the parameters differs"
+    return f"{listed}; and {more} more" if more > 0 else listed
 
 
 def why_forced(job: ElasticJob, now_s: float) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
@@ -202,5 +203,18 @@ class DilocoLoop:
     def fingerprint(self) -> str:
         """Returns a string that is equal on two workers if their outer gradients are compatible."""
         diloco = self._diloco
-        params = [(name, tuple(param.shape), param.dtype) for name, param in diloco.module.named_parameters()]
-        return same_bits_as("DiLoCo", torch.__version__, diloco.rhythm, diloco.wire, params)
+        facts = {
+            "the training loop": "DiLoCo",
+            "torch.__version__": torch.__version__,
+            "the rhythm of DiLoCo": diloco.rhythm,
+            "the wire of DiLoCo": diloco.wire,
+        }
+        return same_bits_as(facts | described_tensors(diloco.module, with_buffers=False))
+
+
+def described_tensors(module: nn.Module, *, with_buffers: bool = True) -> dict[str, object]:
+    """Returns the shape and dtype of each parameter, and of each buffer, as facts for `same_bits_as`."""
+    named = [(f"parameter {name!r}", param) for name, param in module.named_parameters()]
+    if with_buffers:
+        named += [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
+    return {what: f"of shape {list(tensor.shape)} and {tensor.dtype}" for what, tensor in named}

@@ -20,7 +20,7 @@ from paceline.train.elastic.launcher_connection import LauncherConnection, same_
 from paceline.train.elastic.protocol import LeaveNotice
 from paceline.train.elastic.state_transfer.optimizer_steps import OptimizerStepHooks
 from paceline.train.elastic.training_state import PendingGradients, Stateful, TrainingState
-from paceline.train.elastic.worker.diloco_loop import DilocoLoop
+from paceline.train.elastic.worker.diloco_loop import DilocoLoop, described_tensors
 from paceline.train.elastic.worker.elastic_averager import ElasticAverager
 from paceline.train.elastic.worker.rounds import Rounds
 from paceline.train.gradient_use import GRADIENT_USE
@@ -76,14 +76,15 @@ class LogicalShardsLoop:
 
     def fingerprint(self) -> str:
         """Returns a string that is equal on two workers if their results are bitwise equal."""
-        return same_bits_as(
-            torch.__version__,
-            torch.backends.cpu.get_cpu_capability(),
-            torch.get_num_threads(),
-            self._shards.count,
-            self._shards.seed,
-            _described(self._shards.module),
-        )
+        facts = {
+            "the training loop": "LogicalShards",
+            "torch.__version__": torch.__version__,
+            "the CPU capability": torch.backends.cpu.get_cpu_capability(),
+            "torch.get_num_threads()": torch.get_num_threads(),
+            "LogicalShards.count": self._shards.count,
+            "LogicalShards.seed": self._shards.seed,
+        }
+        return same_bits_as(facts | described_tensors(self._shards.module))
 
 
 class DdpLoop:
@@ -124,19 +125,20 @@ class DdpLoop:
     def fingerprint(self) -> str:
         """Returns a string that is equal on two workers if their gradients and loaders are compatible."""
         loader = self._loader
-        dealt = loader.state_dict()["length"], loader.batch_size, loader.shuffle, loader.seed, loader.remainder
-        return same_bits_as("DistributedDataParallel", torch.__version__, dealt, _described(self._model.module))
+        facts = {
+            "the training loop": "DistributedDataParallel",
+            "torch.__version__": torch.__version__,
+            "the length of the loader's dataset": loader.state_dict()["length"],
+            "the loader's batch_size": loader.batch_size,
+            "the loader's shuffle": loader.shuffle,
+            "the loader's seed": loader.seed,
+            "the loader's remainder": loader.remainder,
+        }
+        return same_bits_as(facts | described_tensors(self._model.module))
 
     def _begin_batch(self) -> None:
         if self._on_batch is not None:
             self._on_batch()
-
-
-def _described(module: nn.Module) -> list[tuple[object, ...]]:
-    return [
-        (name, tuple(tensor.shape), tensor.dtype)
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-    ]
 
 
 _PENDING = "pending gradients"  # not an identifier, and thus never a keyword of `ElasticState`

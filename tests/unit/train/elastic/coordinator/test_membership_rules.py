@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from elastic_model.play import Play, running
 
+from paceline.train.elastic.coordinator.membership_rules import differences_of
 from paceline.train.elastic.protocol import (
     CloseSlotsOrder,
     EndOrder,
@@ -174,6 +177,23 @@ def test_a_worker_of_other_bits_is_refused_with_both_texts():
     assert isinstance(dismissed, ExitRequest) and dismissed.code == 2
     assert "'other'" in dismissed.reason and "'same'" in dismissed.reason
     assert any(isinstance(each, CloseSlotsOrder) and each.machine == "b" for each in play.orders)
+
+
+def test_a_worker_of_another_model_is_told_what_differs():
+    own = {"torch.__version__": "2.13", "parameter 'w'": "of shape [2, 3] and torch.float32", "buffer 'n'": "of shape"}
+    job = {"torch.__version__": "2.13", "parameter 'w'": "of shape [3] and torch.float64", "parameter 'b'": "of shape"}
+    play = Play()
+    play.machines(a=2)
+    play.ready("a0", "a1", fingerprint=json.dumps(job))
+    play.machines(b=1)
+    play.ready("b0", fingerprint=json.dumps(own))
+    reason = play.told("b0")[-1].reason
+    assert "'w' is of shape [2, 3] and torch.float32 there, and of shape [3] and torch.float64 in the job;" in reason
+    assert "buffer 'n' (of shape) exists only there; parameter 'b' (of shape) exists only in the job. Use" in reason
+    assert "version" not in reason and "{" not in reason
+    assert differences_of('{"a": "1", "b": "2"}', '{"b": "2", "a": "1"}') == "the order of the parameters differs"
+    many = {f"parameter {number}": "of shape [1]" for number in range(5)}
+    assert differences_of(json.dumps(many), "{}").endswith("parameter 2 (of shape [1]) exists only there; and 2 more")
 
 
 def test_at_the_start_the_majority_decides_which_bits():
