@@ -206,8 +206,8 @@ def takes_state_and_path(call: Call) -> Call:
 
     @wraps(call)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs[name] for name in ("state", "path") if name in kwargs}
-        given |= zip(("state", "path"), args, strict=False)
+        given = {name: value for name, value in kwargs.items() if name in ("state", "path")}
+        given.update(zip(("state", "path"), args, strict=False))
         name = call.__name__
         fault = _fault_of_order(given)
         if fault is not None:

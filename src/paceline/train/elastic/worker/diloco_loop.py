@@ -214,7 +214,7 @@ class DilocoLoop:
 
 def described_tensors(module: nn.Module, *, with_buffers: bool = True) -> dict[str, object]:
     """Returns the shape and dtype of each parameter, and of each buffer, as facts for `same_bits_as`."""
-    named = [(f"parameter {name!r}", param) for name, param in module.named_parameters()]
+    tensors: dict[str, torch.Tensor] = {f"parameter {name!r}": param for name, param in module.named_parameters()}
     if with_buffers:
-        named += [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
-    return {what: f"of shape {list(tensor.shape)} and {tensor.dtype}" for what, tensor in named}
+        tensors |= {f"buffer {name!r}": buffer for name, buffer in module.named_buffers()}
+    return {what: f"of shape {list(tensor.shape)} and {tensor.dtype}" for what, tensor in tensors.items()}
