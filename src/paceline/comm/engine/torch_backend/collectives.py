@@ -176,15 +176,12 @@ def start_barrier(group: TorchGroup, timeout: timedelta) -> TorchWork:
     return group.barrier(options)
 
 
-# Since release 2.8, PyTorch's process groups run such a call on the current stream. Other calls run on a stream of the
-# group, and two events order this stream and the current one.
-_RUNS_ON_CURRENT_STREAM = hasattr(c10d.AllreduceOptions, "asyncOp")
-
-
 def _configure(options: Any, settings: CallSettings) -> None:
     if settings.timeout is not None:
         options.timeout = settings.timeout
-    if _RUNS_ON_CURRENT_STREAM and settings.device.type != "cpu":
+    # Since release 2.8, PyTorch's process groups run such a call on the current stream. Other calls run on a stream of
+    # the group, and two events order this stream and the current one.
+    if settings.device.type != "cpu" and hasattr(options, "asyncOp"):
         options.asyncOp = False
 
 
