@@ -175,8 +175,11 @@ class OwnedProcessGroup:
                 shutdown()
 
     def _end_now(self) -> None:
-        with contextlib.suppress(RuntimeError), activated(self.device):
-            if (abort := _method(self.group, "abort")) is not None:
+        abort = _method(self.group, "abort")
+        with contextlib.suppress(RuntimeError), contextlib.ExitStack() as on_device:
+            with contextlib.suppress(RuntimeError):  # a failed device may refuse to become current
+                on_device.enter_context(activated(self.device))
+            if abort is not None:
                 abort()
 
 

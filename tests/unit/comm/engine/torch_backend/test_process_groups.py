@@ -122,6 +122,18 @@ def test_a_group_is_ended_once_and_aborted_if_it_does_not_end():
     gate.set()
 
 
+def test_a_group_is_aborted_even_if_its_device_has_failed(monkeypatch):
+    """Otherwise, the other ranks would wait until this process exits."""
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(process_groups, "activated", fail)
+    ends: list[str] = []
+    OwnedProcessGroup(SimpleNamespace(abort=lambda: ends.append("abort")), torch.distributed.HashStore()).abort()
+    assert ends == ["abort"]
+
+
 def test_groups_of_the_oldest_torch_are_shut_down_and_aborted():
     ends: list[str] = []
     for end in (lambda group: group.shut_down(time.monotonic() + 60, lambda: False), OwnedProcessGroup.abort):
