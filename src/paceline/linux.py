@@ -108,6 +108,15 @@ def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
     return _checked(_libc.memfd_create(name.encode(), flags), "memfd_create")
 
 
+def has_children() -> bool:
+    """Returns True if this process has child processes, including exited ones that it has not waited for."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def pidfd_open(pid: int) -> int:
     """Returns a descriptor for a process. The descriptor becomes readable when the process exits.
 

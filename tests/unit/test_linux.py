@@ -82,3 +82,15 @@ def test_a_process_that_reads_descriptor_0_waits_for_input(tmp_path, text, waits
     (tmp_path / "7" / "syscall").write_text(text)
     assert linux.waits_for_stdin(7, str(tmp_path)) is waits
     assert not linux.waits_for_stdin(8, str(tmp_path))
+
+
+def test_a_child_counts_until_it_has_been_waited_for():
+    """Runs in a fork, because other tests leave child processes to this one."""
+    if (fork := os.fork()) == 0:
+        had_none, child = not linux.has_children(), os.fork()
+        if child == 0:
+            os._exit(0)
+        had_one = linux.has_children()
+        os.waitpid(child, 0)
+        os._exit(0 if had_none and had_one and not linux.has_children() else 1)
+    assert os.waitpid(fork, 0)[1] == 0

@@ -13,6 +13,7 @@ from paceline.comm.security.secret import job_secret
 from paceline.comm.store.remote_store import connect_unix
 from paceline.comm.store.store import Store
 from paceline.durations import whole_number
+from paceline.linux import has_children
 
 STORE = "PACELINE_STORE"  # the launcher's store
 TORCH_STORE = "PACELINE_TORCH_STORE"  # host:port of the launcher's store for torch.distributed
@@ -24,7 +25,8 @@ def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
     """Returns the rank and the world size; -1 is replaced by the value from RANK, WORLD_SIZE or the scheduler.
 
     Raises:
-        ValueError: a variable is missing or is not an integer.
+        ValueError: a variable is missing or is not an integer, or the launcher has started fewer ranks than the world
+            size.
         RuntimeError: multiprocessing imports a rank's script in this process; see `check_not_importing`.
     """
     if _is_without_launcher():
@@ -36,7 +38,28 @@ def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
     if rank < 0:
         rank = _number("RANK", "rank")
         check_not_importing(f"rank {rank}")
-    return rank, world_size if world_size >= 0 else _number("WORLD_SIZE", "world_size")
+    if world_size < 0:
+        return rank, _number("WORLD_SIZE", "world_size")
+    _require_started(rank, world_size)
+    return rank, world_size
+
+
+def _require_started(rank: int, world_size: int) -> None:
+    """Raises an error if the launcher has started fewer ranks than `world_size`.
+
+    A worker may start further ranks itself, as `torch.multiprocessing.spawn` does. The check therefore requires that
+    this process has the rank that the launcher assigned to it, and that it has no child processes.
+    """
+    started = whole_number(os.environ.get("WORLD_SIZE", ""))
+    is_launched = STORE in os.environ and "PACELINE_ELASTIC_FD" not in os.environ
+    if not is_launched or started is None or world_size <= started or os.environ.get("RANK") != str(rank):
+        return
+    if not has_children():
+        raise ValueError(
+            f"rank {rank}: world_size is {world_size}, but the launcher has started {started} "
+            f"rank{'s' if started != 1 else ''} (WORLD_SIZE); leave the argument world_size out, or start {world_size} "
+            "ranks with --nproc-per-node"
+        )
 
 
 def check_not_importing(worker: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline import FileStore, HashStore, PrefixStore, RendezvousError
+from paceline.comm.rendezvous.environment import rank_and_world_size
 from paceline.comm.rendezvous.rendezvous import rendezvous
 from paceline.comm.security import own_files
 
@@ -60,6 +61,19 @@ def test_numbers_in_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("RANK", value)
     with pytest.raises(ValueError, match=f"RANK is '{value}'; it must be a whole number of at least 0"):
         rendezvous("env://", None, 1, -1, 1)
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_a_world_size_above_the_launchers_is_refused(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    for name, value in {"PACELINE_STORE": "unix:/nowhere", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("paceline.comm.rendezvous.environment.has_children", lambda: False)
+    with pytest.raises(ValueError, match="rank 1: world_size is 3, but the launcher has started 2 ranks"):
+        rank_and_world_size(rank, 3)
+    assert rank_and_world_size(4, 8) == (4, 8), "a child process of a worker has a rank of its own"
+    assert rank_and_world_size(rank, 2) == (1, 2)
+    monkeypatch.setattr("paceline.comm.rendezvous.environment.has_children", lambda: True)
+    assert rank_and_world_size(rank, 3) == (1, 3), "its child may be a rank"
 
 
 def test_the_launchers_store_is_a_unix_socket(monkeypatch: pytest.MonkeyPatch) -> None:
