@@ -54,6 +54,8 @@ for step in range(20):
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "leave":
             os._exit(0)
+        if fault == "exit":
+            sys.exit(0)
         if fault == "loader":
             for _ in DataLoader(Stuck(), batch_size=2, num_workers=1, multiprocessing_context="fork"):
                 pass
@@ -205,6 +207,13 @@ def test_a_rank_that_has_not_called_init_is_named(said):
 def test_an_exit_during_an_async_call_is_the_headline(said):
     told = said("leave", job=ABANDONED)
     assert "rank 1 exited too early, with exit code 0 before all_reduce(float32, 1)" in told
+
+
+def test_an_early_exit_has_its_line_live_and_afterwards(said, tmp_path, capsys):
+    line = "rank 1 exited too early, with exit code 0 (sys.exit or SystemExit at script.py:"
+    assert line in said("exit")
+    assert main(["analyze", str(tmp_path / "runs" / "job")]) == 1
+    assert line in capsys.readouterr().out
 
 
 def test_an_early_exit_is_told_if_torch_wraps_the_error(said):

@@ -8,6 +8,7 @@ does not complete although all ranks have entered it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -76,7 +77,7 @@ _CAUSE_OF_MISMATCH = {
 def diagnose(snapshot: JobSnapshot) -> Diagnosis | None:
     """Returns the diagnosis of a job, or None if no rank is waiting and none has failed."""
     waits = waits_of(snapshot)
-    return (
+    found = (
         _crashed_in_mismatch(snapshot)
         or _left_before_failures(snapshot, waits)
         or _failed(snapshot, waits)
@@ -89,6 +90,34 @@ def diagnose(snapshot: JobSnapshot) -> Diagnosis | None:
         or _disagreed(snapshot)
         or _idle(snapshot)
     )
+    tags = "" if found is None else _different_tags(snapshot, waits)
+    return replace(found, sentence=f"{found.sentence}. {tags}") if found is not None and tags else found
+
+
+def _different_tags(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> str:
+    """Returns a sentence about the first recv whose sender has sent a message with another tag, or an empty string."""
+    by_rank = {rank.rank: rank for rank in snapshot.ranks}
+    for wait in waits:
+        tag = wait.call.header.tag
+        if wait.call.header.operation != "recv" or len(wait.absent) != 1 or len(wait.waiters) != 1:
+            continue
+        sender, receiver = by_rank[wait.absent[0]], by_rank[wait.waiters[0]]
+        sent = _tags(sender, "send", wait.call.group, receiver)
+        unreceived = sent - _tags(receiver, "recv", wait.call.group, sender)
+        if tag not in sent and (others := [other for other in sent if unreceived[other]]):
+            verb_of_wait = "waited" if receiver.ending is not None else "waits"
+            return (
+                f"{snapshot.word} {sender.rank} sent tag {others[-1]} to {snapshot.word} {receiver.rank}, which "
+                f"{verb_of_wait} for tag {tag}"
+            )
+    return ""
+
+
+def _tags(rank: RankState, operation: str, group: str, peer: RankState) -> Counter[int]:
+    """Counts a rank's recorded messages to or from a peer, by tag."""
+    seat = peer.seats.get(group)
+    found = [call.header for call in rank.calls if call.group == group and call.header.operation == operation]
+    return Counter(header.tag for header in found if seat is not None and header.peer == seat.number)
 
 
 def diagnose_exit(rank: RankState, word: str = "rank") -> Diagnosis | None:

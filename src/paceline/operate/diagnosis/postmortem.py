@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,8 +60,9 @@ def read_job(*directories: str | os.PathLike[str]) -> PostmortemData:
     # After a signal, the order in which workers lost their connections to each other is meaningless.
     is_stopped = any(run.state is RunStatus.STOPPED for run in runs)
     is_over = not any(run.state is RunStatus.RUNNING for run in runs)
+    lines = {rank: line for run in runs for rank, line in run.exit_lines.items()}
     ended = [
-        replace(rank, ending=endings.get(rank.rank) or (None if is_stopped else _ending(rank, ranks, recording)))
+        replace(rank, ending=endings.get(rank.rank) or (None if is_stopped else _ending(rank, ranks, recording, lines)))
         for rank, recording in zip(ranks, recordings, strict=True)
     ]
     size = max((recording.world_size or 0 for recording in recordings), default=0)
@@ -102,7 +103,9 @@ def _latest(recordings: Sequence[ProcessRecording]) -> list[ProcessRecording]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _ending(rank: RankState, ranks: Sequence[RankState], recording: ProcessRecording) -> RankExitStatus | None:
+def _ending(
+    rank: RankState, ranks: Sequence[RankState], recording: ProcessRecording, exit_lines: Mapping[int, str]
+) -> RankExitStatus | None:
     """Infers from the other ranks' calls how a rank without a failure file exited; returns None if this is impossible.
 
     The result contains the time of day, as the launcher's files do.
@@ -120,7 +123,7 @@ def _ending(rank: RankState, ranks: Sequence[RankState], recording: ProcessRecor
     if not is_missed:
         return None
     if recording.is_ended:
-        return RankExitStatus(ExitReason.FINISHED, at_s)
+        return RankExitStatus(ExitReason.FINISHED, at_s, line=exit_lines.get(rank.rank, ""))
     return RankExitStatus(ExitReason.KILLED, at_s, "it was killed or crashed, and left no traceback")
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ class JobRun:
             or if unknown.
         pid: the launcher's process id.
         world_size: the total number of ranks on all machines; 0 if unknown.
+        exit_lines: the line at which each rank of the last attempt called `sys.exit` or raised SystemExit with exit
+            code 0, keyed by rank; other ranks are missing.
     """
 
     id: str
@@ -69,6 +71,7 @@ class JobRun:
     clock: Offset | None = None
     pid: int = 0
     world_size: int = 0
+    exit_lines: Mapping[int, str] = field(default_factory=dict)
 
 
 def runs_directory(environment: Mapping[str, str] = os.environ) -> Path:
@@ -111,6 +114,7 @@ def read_run(directory: Path) -> JobRun | None:
             clock=Offset(**facts["clock"]) if "clock" in facts else None,
             pid=facts.get("pid", 0),
             world_size=facts.get("world_size", 0),
+            exit_lines={int(rank): str(line) for rank, line in dict(facts.get("exit_lines", {})).items()},
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -324,6 +324,9 @@ class WorkerGroupLauncher(Launcher):
             if snapshot is not None and self._stopped_by is None:
                 self._connection.client.send(SnapshotReport(snapshot, is_last=True, is_short=not is_useful))
         self._dashboard.record_exits()
+        exited = [worker for worker in generation.workers if worker.exit_code == 0]
+        lines = {worker.rank: line for worker in exited if (line := read_exit(worker.error_file)[0])}
+        self._directory.note(exit_lines=lines)
         self._close_workers()
         if self._stopped_by is not None:
             self._connection.client.send(NodeStopped(self._stopped_by.name))

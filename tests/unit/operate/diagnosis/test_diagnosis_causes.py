@@ -223,8 +223,33 @@ def test_messages_with_different_tags_are_a_deadlock():
     verdict = _verdict(replace(seen, ranks=ranks))
     assert verdict.cause is Cause.DEADLOCK
     assert "send(float32, 4, peer 1, tag 1)" in verdict.sentence and "tag 2)" in verdict.sentence
+    assert verdict.sentence.endswith("same tag. rank 0 sent tag 1 to rank 1, which waits for tag 2")
     alike = replace(ranks[1].calls[0], header=replace(headers[1], tag=1))
     assert diagnose(replace(seen, ranks=(ranks[0], replace(ranks[1], calls=(alike,))))) is None
+
+
+def test_the_tag_of_a_message_that_was_sent_is_told():
+    """Small messages are sent before they are received, so rank 0 already waits in its next call."""
+    seen = play(_loops(2, 1))
+    call, place = seen.ranks[0].calls[0], StackLocation("recv", "train.py:9", is_call=True)
+    sent = [CallSignature("send", "float32", 4, peer=1, tag=tag) for tag in (5, 3)]
+    received = CallSignature("recv", "float32", 4, peer=0, tag=5)
+    waits = [CallSignature("recv", "float32", 4, peer=1), CallSignature("recv", "float32", 4, peer=0, tag=4)]
+    done = [[replace(call, header=header, sequence=0) for header in headers] for headers in (sent, [received])]
+    ranks = tuple(
+        replace(
+            rank,
+            calls=(*made, replace(call, header=wait, sequence=0, ended_s=None, outcome="")),
+            place=place,
+            ending=None,
+        )
+        for rank, made, wait in zip(seen.ranks, done, waits, strict=True)
+    )
+    verdict = _verdict(replace(seen, ranks=ranks))
+    assert verdict.sentence.endswith("rank 0 sent tag 3 to rank 1, which waits for tag 4")
+    sends_4 = replace(ranks[0].calls[0], header=replace(sent[0], tag=4))
+    both = replace(ranks[0], calls=(sends_4, *ranks[0].calls))
+    assert "which waits for tag" not in _verdict(replace(seen, ranks=(both, ranks[1]))).sentence
 
 
 def test_an_exception_that_led_to_another_call_is_told():

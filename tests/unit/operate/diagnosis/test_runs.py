@@ -15,6 +15,7 @@ from paceline.operate.diagnosis.runs import (
     RunStatus,
     list_runs,
     outdated,
+    read_run,
     runs_directory,
 )
 
@@ -41,6 +42,13 @@ def test_failures_of_today_and_running_jobs_stay():
         a_run(4, RunStatus.FINISHED, now_s - DAY_S / 2),
     ]
     assert sorted(run.id for run in outdated(new + old, now_s)) == ["r2", "r4"]
+
+
+def test_the_lines_of_exits_are_read(tmp_path):
+    facts = {"job": "j", "command": [], "host": "elsewhere", "workers": 2, "started_s": 1.0, "state": "failed"}
+    for lines in ({}, {"exit_lines": {"1": "train.py:9"}}):
+        (tmp_path / "job.json").write_text(json.dumps({**facts, **lines}))
+        assert read_run(tmp_path).exit_lines == ({1: "train.py:9"} if lines else {})
 
 
 def test_failures_are_bounded_too():
