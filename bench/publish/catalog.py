@@ -77,6 +77,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "uneven": ("uneven.py",),
     "uneven-measured": ("uneven.py", "--measured"),
     "doctor": ("doctor.py", "build/repositories", "--fetch"),
-    "verdicts": ("verdicts.py", "--runs", "4", "--healthy", "0", "--at-once", "4", "--torch"),
+    "verdicts": (
+        *("verdicts.py", "--runs", "5", "--healthy", "0", "--ranks", "2", "3", "4", "--at-once", "4", "--torch"),
+    ),
     "verdicts-healthy": ("verdicts.py", "--runs", "0", "--healthy", "17", "--at-once", "6"),
 }

@@ -48,13 +48,15 @@ def _require_started(rank: int, world_size: int) -> None:
     """Raises an error if the launcher has started fewer ranks than `world_size`.
 
     A worker may start further ranks itself, as `torch.multiprocessing.spawn` does. The check therefore requires that
-    this process has the rank that the launcher assigned to it, and that it has no child processes.
+    this process has the rank that the launcher assigned to it, that multiprocessing has not started it, and that it has
+    no child processes.
     """
     started = whole_number(os.environ.get("WORLD_SIZE", ""))
     is_launched = STORE in os.environ and "PACELINE_ELASTIC_FD" not in os.environ
     if not is_launched or started is None or world_size <= started or os.environ.get("RANK") != str(rank):
         return
-    if not has_children():
+    module = sys.modules.get("multiprocessing.process")
+    if not has_children() and (module is None or module.parent_process() is None):
         raise ValueError(
             f"rank {rank}: world_size is {world_size}, but the launcher has started {started} "
             f"rank{'s' if started != 1 else ''} (WORLD_SIZE); leave the argument world_size out, or start {world_size} "

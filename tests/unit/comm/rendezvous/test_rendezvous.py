@@ -71,6 +71,9 @@ def test_a_world_size_above_the_launchers_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="rank 1: world_size is 3, but the launcher has started 2 ranks"):
         rank_and_world_size(rank, 3)
     assert rank_and_world_size(4, 8) == (4, 8), "a child process of a worker has a rank of its own"
+    with monkeypatch.context() as in_child:
+        in_child.setattr("multiprocessing.process.parent_process", lambda: object())
+        assert rank_and_world_size(rank, 3) == (1, 3), "the rank of a child process may equal its parent's"
     assert rank_and_world_size(rank, 2) == (1, 2)
     monkeypatch.setattr("paceline.comm.rendezvous.environment.has_children", lambda: True)
     assert rank_and_world_size(rank, 3) == (1, 3), "its child may be a rank"
