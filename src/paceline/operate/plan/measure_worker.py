@@ -274,7 +274,8 @@ def main(words: Sequence[str]) -> None:
     measurement = _Measurement(settings, links, [script, *arguments], barrier, is_first=rank == 0)
     watch = StepWatch(measurement.after_step)
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
+    if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11; if True, sys.path[0] is not this folder
+        sys.path[0] = str(Path(script).resolve().parent)
     try:
         runpy.run_path(script, run_name="__main__")
     finally:

@@ -17,6 +17,7 @@ _OWN_NAMES = (
     "offer_stack",
     "_code_of",
     "_holds_modules",
+    "_replace_own_folder",
     "_join_cgroup",
     "_new_file",
     "_package",
@@ -77,21 +78,21 @@ def _run_script(rest: list[str]) -> None:
         import runpy
 
         sys.argv = rest[1:]
-        sys.path[0] = os.getcwd()
+        _replace_own_folder(os.getcwd())
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
         return
     if rest[0] == "--path":
         import runpy
 
         sys.argv = rest[1:]
-        del sys.path[0]
+        _replace_own_folder(None)
         runpy.run_path(rest[1], run_name="__main__")
         return
     if rest[0] == "--text":
         with open(rest[1], "rb") as file:
             code = compile(file.read(), "<stdin>", "exec")
         sys.argv = rest[2:]
-        sys.path[0] = ""  # as for `python -`
+        _replace_own_folder("")  # as for `python -`
         _run_code(code, {"__doc__": None})
         return
     sys.argv = rest
@@ -101,13 +102,23 @@ def _run_script(rest: list[str]) -> None:
     if _holds_modules(script):
         import runpy
 
-        del sys.path[0]
+        _replace_own_folder(None)
         runpy.run_path(script, run_name="__main__")
         return
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    _replace_own_folder(os.path.dirname(os.path.abspath(script)))
     with open(script, "rb") as file:
         code = _code_of(file.read(), script)
     _run_code(code, {"__file__": script, "__doc__": None})
+
+
+def _replace_own_folder(folder: str | None) -> None:
+    """Replaces this file's folder, the first entry of `sys.path`, by the script's, or removes it if `folder` is None.
+
+    With PYTHONSAFEPATH, Python adds neither of them, and the first entry is from PYTHONPATH.
+    """
+    if getattr(sys.flags, "safe_path", False):  # new in Python 3.11
+        return
+    sys.path[:1] = [] if folder is None else [folder]
 
 
 def _run_code(code: CodeType, names: dict[str, object]) -> None:

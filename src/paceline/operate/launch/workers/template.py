@@ -36,7 +36,9 @@ _LOOKS, _LOOK_S = 50, 0.01
 def main() -> None:
     """Forks a worker for each request; in a worker, runs the worker's script."""
     launcher, connection = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
-    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 4))
+    is_safe_path = getattr(sys.flags, "safe_path", False)  # new in Python 3.11; if True, sys.path[0] is not this folder
+    package = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 4))
+    sys.path[: 0 if is_safe_path else 1] = [package]
     from paceline.operate.launch.workers import bootstrap
 
     bootstrap.die_with_parent(launcher)
@@ -86,8 +88,7 @@ def main() -> None:
         if not os.path.exists(f"/proc/{launcher}"):
             os._exit(1)
         time.sleep(0.0005)
-    sys.path.pop(0)
-    sys.path.insert(0, "")
+    sys.path[:1] = [] if is_safe_path else [""]
     sys.modules["__main__"] = _main_module(bootstrap.__file__)
     bootstrap.run([str(launcher), *command["argv"]])
 
