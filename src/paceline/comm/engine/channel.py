@@ -39,6 +39,12 @@ class ReduceOp(IntEnum):
     BXOR = 7
     PREMUL_SUM = 8
 
+    def __str__(self) -> str:
+        return f"ReduceOp.{self.name}"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
 
 NO_REDUCTION = 9  # in the header of a call without a reduction
 

@@ -25,6 +25,10 @@ def test_reductions_have_the_former_names_of_torch_too():
     assert PremulSum(0.5) == PremulSum(0.5) != PremulSum(2.0)
 
 
+def test_a_reduction_is_printed_by_its_name():
+    assert f"{ReduceOp.SUM} {ReduceOp.MAX!s:>13}" == "ReduceOp.SUM  ReduceOp.MAX"
+
+
 @pytest.mark.parametrize(
     "tensor", [torch.ones(4)[::4], torch.ones(4, 2)[::4, :1], torch.ones(()), torch.ones(3, 2)[1:], torch.ones(0, 3)]
 )
