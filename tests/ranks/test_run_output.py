@@ -257,7 +257,7 @@ def test_python_is_the_one_of_the_launcher(script):
 def test_a_crash_in_native_code_leaves_the_python_stack(script):
     done = run(script("import ctypes\ndef fall(): ctypes.string_at(0)\nfall()"))
     assert done.returncode == 1
-    assert "killed by SIGSEGV" in done.stderr
+    assert "killed by SIGSEGV) at script.py:2; look at its output above" in done.stderr
     assert re.search(r"\[rank 0\]   File .*script.py.*, line 2 in fall", done.stderr)
 
 

@@ -55,6 +55,8 @@ _DURING = "\nDuring handling of the above exception, another exception occurred:
 _GROUP_PREFIX = " |"  # the characters before each line of an exception group
 _SECOND_MEMBER = re.compile(r"^ +\+-+ 2 -+$", re.MULTILINE)
 _LONGEST_TEXT = 1 << 16
+_CRASHED = "Fatal Python error: "
+_CRASH_FRAME = re.compile(r'^ +File "(.+)", line (\d+) in ', re.MULTILINE)
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 _MOST_SENT = 256  # the maximum number of failures in a message
 _TAIL_CHARACTERS = 1000  # the maximum length of the text of each failure other than the cause
@@ -84,7 +86,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: str | None = None  # memory statistics, if the out-of-memory killer killed the worker
     log: str | None = None  # directory with the worker's output
     at_exit: bool = False  # whether the script had finished and the interpreter was shutting down
-    exit_line: str = ""  # the line of the user's code that exited with an error code, e.g. by calling `sys.exit(3)`
+    exit_line: str = ""  # the line of the user's code that called `sys.exit(3)`, for example, or that crashed
     exit_message: str = ""  # the message with which it exited, as in `sys.exit("no data")`
 
     @property
@@ -158,6 +160,18 @@ def _summarized(text: str) -> str:
     start = text[:_LONGEST_SUMMARY]
     sentences, found, _ = start.rpartition(". ")
     return sentences if found else start.rpartition(" ")[0] + " ..."
+
+
+def crash_line(output: bytes) -> str:
+    """Returns the line of the user's code in the stack that Python printed when it crashed, such as `train.py:71`.
+
+    Args:
+        output: the end of the worker's output. Without a stack in it, the result is "".
+    """
+    text = output.decode(errors="replace").replace("\r", "").rpartition(_CRASHED)[2]
+    stack = text.partition("Current thread ")[2].partition("\n\n")[0]
+    own = [(file, number) for file, number in _CRASH_FRAME.findall(stack) if is_user_file(file)]
+    return f"{os.path.basename(own[0][0])}:{own[0][1]}" if own else ""
 
 
 def _last_user_line(text: str) -> str:
@@ -283,12 +297,13 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
         )
     if code == -signal.SIGKILL:
         return f"{line}; if it was not killed manually, the machine ran out of memory (see dmesg){log}"
+    if code in _CRASHES:
+        where = f" at {failure.exit_line}" if failure.exit_line else ""
+        return f"{line}{where}; look at its output above, where Python has printed the stack of the crash{log}"
     if failure.exit_message:
         line += f": {failure.exit_message}"
     if failure.exit_line:
         return f"{line}; it called sys.exit or raised SystemExit at {failure.exit_line}; look at its output above{log}"
-    if code in _CRASHES:
-        return f"{line}; look at its output above, where Python has printed the stack of the crash{log}"
     return f"{line}; it left no Python traceback; look at its output above{log}"
 
 

@@ -16,6 +16,7 @@ from paceline.operate.launch.failures import (
     ExceptionNotice,
     Record,
     WorkerFailure,
+    crash_line,
     describe,
     first_failure,
     read_record,
@@ -118,3 +119,30 @@ def test_what_is_told_between_machines_fits_into_a_message(tmp_path: Path):
     assert "characters, see the rank's output" in cause.record.text
     assert len(encode(WorkersStopped(1, 1, told))) < LARGEST
     assert shortened(()) == ()
+
+
+CRASH = b"""step 3
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f20d0 (most recent call first):
+  File "/job/loader.py", line 3 in load
+
+Current thread 0x00007f20d4 (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "/job/train.py", line 7 in <module>
+  File "/job/start.py", line 1 in <module>
+
+Extension modules: numpy (total: 1)
+"""
+
+
+@pytest.mark.parametrize("output", [CRASH, CRASH.replace(b"\n", b"\r\n")])
+def test_a_crash_has_the_line_at_which_it_happened(output):
+    line = crash_line(output)
+    assert line == "train.py:7"
+    told = describe(WorkerFailure(1, 7, -signal.SIGSEGV, 0.0, None, exit_line=line))
+    assert "killed by SIGSEGV) at train.py:7; look at its output above" in told
+
+
+def test_output_without_a_stack_has_no_line_of_a_crash():
+    assert crash_line(b"step 3\n") == crash_line(CRASH.partition(b"Current")[0]) == ""

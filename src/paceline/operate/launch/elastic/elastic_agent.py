@@ -434,7 +434,8 @@ class WorkerExits:
         """Returns the failure of a worker that exited with `code`, or None if the worker did not fail."""
         if code == 0 or member.worker is None:
             return None
-        failure = failure_of(member.worker, code, read_record(member.worker.error_file), self._memory)
+        output = b"" if member.following is None else member.following.tail
+        failure = failure_of(member.worker, code, read_record(member.worker.error_file), self._memory, output)
         write_error_json(failure)
         return failure
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from paceline import _core
 from paceline.linux import pidfd_open, waits_for_stdin
-from paceline.operate.launch.failures import Record, WorkerFailure, has_begun_exit, read_exit
+from paceline.operate.launch.failures import Record, WorkerFailure, crash_line, has_begun_exit, read_exit
 from paceline.operate.launch.job import Command, CommandKind
 from paceline.operate.launch.job_directory import RecordingMemory
 from paceline.operate.launch.workers.cleanup import kill_group
@@ -40,6 +40,7 @@ _NO_PIDFDS = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # old kernel, or sandbox
 _ADOPTION_S = 0.02
 _READ_BYTES = 1 << 16
 _MOST_READS = 256
+_TAIL_BYTES = 1 << 14
 _PROMPT_S = 0.2  # an unfinished line counts as a prompt after this delay
 
 
@@ -156,6 +157,7 @@ class OutputForwarder:
         self._outputs = [output for output in outputs if output.stream is not None]
         self._open_pipes: dict[int, Callable[[], None]] = {}
         self._prompt_s: float | None = None  # time (monotonic) at which to check for a prompt
+        self.tail = b""  # the end of the output
         for output in outputs:
             output.close_ours()
             if output.stream is not None:
@@ -218,6 +220,7 @@ class OutputForwarder:
                 data = b""
             if data:
                 stream.feed(data)
+                self.tail = (self.tail + data)[-_TAIL_BYTES:]
                 if self._worker.reads:
                     self._prompt_s = time.monotonic() + _PROMPT_S
             else:
@@ -229,12 +232,24 @@ class OutputForwarder:
         self._selector.register(fd, selectors.EVENT_READ, read)
 
 
-def failure_of(worker: WorkerProcess, code: int, record: Record | None, memory: MemoryWatch) -> WorkerFailure:
-    """Returns the failure of a worker that exited with `code`; `record` is the recorded exception, or None."""
+def failure_of(
+    worker: WorkerProcess, code: int, record: Record | None, memory: MemoryWatch, output: bytes = b""
+) -> WorkerFailure:
+    """Returns the failure of a worker that exited with `code`.
+
+    Args:
+        worker: The worker.
+        code: The exit code.
+        record: The recorded exception, or None.
+        memory: The memory statistics.
+        output: The end of the worker's output, which contains the stack if Python crashed.
+    """
     explained = memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
     exit_code = 1 if record is not None else code  # an exception takes precedence, even if the worker was killed later
     at_exit = record is None and has_begun_exit(worker.error_file)
     exit_line, exit_message = read_exit(worker.error_file) if record is None and code > 0 else ("", "")
+    if record is None and code < 0:
+        exit_line = crash_line(output)
     return WorkerFailure(
         worker.rank,
         worker.pid,

@@ -171,11 +171,12 @@ class WorkerGroup:
         if worker.memory is not None:
             with contextlib.suppress(OSError):  # out of descriptors
                 self.recordings[worker.rank] = os.dup(worker.memory.fd)
-        self._forwarders.append(OutputForwarder(worker, outputs, self._selector))
+        forwarder = OutputForwarder(worker, outputs, self._selector)
+        self._forwarders.append(forwarder)
 
         def ended() -> None:
             self._selector.unregister(worker.pidfd)
-            self._ended(worker, worker.collect())
+            self._ended(worker, worker.collect(), forwarder)
 
         self._selector.register(worker.pidfd, selectors.EVENT_READ, ended)
 
@@ -273,13 +274,16 @@ class WorkerGroup:
                     self.exceptions[worker.rank] = failure
                     self._on_exception(failure)
 
-    def _ended(self, worker: WorkerProcess, code: int) -> None:
+    def _ended(self, worker: WorkerProcess, code: int, forwarder: OutputForwarder) -> None:
         if code == 0:
             return
         record = read_record(worker.error_file)
         if self._asked_s is not None and ended_as_asked(code, record, self._asked_s, is_first=not self.failures):
             return
-        failure = self._in_order(failure_of(worker, code, record, self._memory), worker.peak_bytes or 0)
+        if code < 0:
+            forwarder.drain()  # the stack of a crash
+        failure = failure_of(worker, code, record, self._memory, forwarder.tail)
+        failure = self._in_order(failure, worker.peak_bytes or 0)
         write_error_json(failure)
         self.failures.append(failure)
         if len(self.failures) == 1:
