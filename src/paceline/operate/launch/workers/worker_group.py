@@ -176,7 +176,10 @@ class WorkerGroup:
 
         def ended() -> None:
             self._selector.unregister(worker.pidfd)
-            self._ended(worker, worker.collect(), forwarder)
+            code = worker.collect()
+            if code < 0:
+                forwarder.drain()  # the stack of a crash
+            self._ended(worker, code, forwarder.tail)
 
         self._selector.register(worker.pidfd, selectors.EVENT_READ, ended)
 
@@ -274,15 +277,13 @@ class WorkerGroup:
                     self.exceptions[worker.rank] = failure
                     self._on_exception(failure)
 
-    def _ended(self, worker: WorkerProcess, code: int, forwarder: OutputForwarder) -> None:
+    def _ended(self, worker: WorkerProcess, code: int, output: bytes = b"") -> None:
         if code == 0:
             return
         record = read_record(worker.error_file)
         if self._asked_s is not None and ended_as_asked(code, record, self._asked_s, is_first=not self.failures):
             return
-        if code < 0:
-            forwarder.drain()  # the stack of a crash
-        failure = failure_of(worker, code, record, self._memory, forwarder.tail)
+        failure = failure_of(worker, code, record, self._memory, output)
         failure = self._in_order(failure, worker.peak_bytes or 0)
         write_error_json(failure)
         self.failures.append(failure)
