@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -128,6 +130,7 @@ def train(dist: Any, fault: str, directory: Path) -> None:
             if fault != "memory":
                 (directory / "fault").write_text(str(time.monotonic()))
             happen(fault)
+            communicate(dist, fault, size)
         if step == AT and rank == 0 and fault.startswith("healthy"):
             seconds = float(fault.rpartition("-")[2])
             {"evaluate": work, "compile": compile_something}.get(fault.split("-")[1], lambda s: save(directory, s))(
@@ -141,10 +144,11 @@ def train(dist: Any, fault: str, directory: Path) -> None:
             dist.all_reduce(large)
         else:
             if not (is_now and fault == "skip"):
-                dist.all_reduce(torch.ones(77) if is_now and fault == "shape" else large)
+                wrong = {"shape": torch.ones(77), "dtype": torch.ones(4096, dtype=torch.float64)}
+                dist.all_reduce(wrong.get(fault, large) if is_now else large)
             if is_now and fault == "extra":
                 dist.all_reduce(large)
-            dist.broadcast(small, 0)
+            dist.broadcast(small, rank if is_now and fault == "root" else 0)
         dist.all_gather(parts, small)
 
 
@@ -162,8 +166,34 @@ def happen(fault: str) -> None:
         ctypes.PyDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
     elif fault == "raise":
         raise ValueError("bad sample")
+    elif fault == "leave":
+        sys.exit(0)
+    elif fault == "exit":
+        os._exit(3)
+    elif fault == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif fault == "sleep":
+        time.sleep(1000)
+    elif fault == "lock":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    elif fault == "child":
+        subprocess.run(["sleep", "1000"])
+    elif fault == "thread":
+        samples: queue.Queue[int] = queue.Queue()
+        threading.Thread(target=happen, args=("raise",)).start()
+        samples.get()
     elif fault == "memory":
         fill_memory()
+
+
+def communicate(dist: Any, fault: str, size: int) -> None:
+    """Makes a call that no other rank makes. Only the rank at fault calls this."""
+    if fault == "receive":
+        dist.recv(torch.ones(128), 0)
+    elif fault == "group":
+        dist.new_group(list(range(size)))
 
 
 if __name__ == "__main__":

@@ -114,6 +114,20 @@ def difference(calls: Mapping[int, Sequence[RankCall]], first: int = 0) -> CallM
     return None
 
 
+def root_difference(calls: Mapping[int, Sequence[RankCall]]) -> CallMismatch | None:
+    """Returns the latest call whose root differs between a group's members, or None.
+
+    Args:
+        calls: the calls of each rank in the group, oldest first.
+    """
+    histories = {rank: {call.sequence: call for call in own} for rank, own in calls.items() if own}
+    for number in sorted({number for own in histories.values() for number in own}, reverse=True):
+        headers = [own[number].header for own in histories.values() if number in own]
+        if len({header.root for header in headers}) > 1 and len({header.operation for header in headers}) == 1:
+            return _explain(number, histories)
+    return None
+
+
 def _explain(number: int, histories: Mapping[int, Mapping[int, RankCall]]) -> CallMismatch:
     made = {rank: own[number] for rank, own in histories.items() if number in own}
     past = _past(histories, number)

@@ -18,6 +18,7 @@ from paceline.operate.diagnosis.call_history import (
     MismatchKind,
     call_count_mismatch,
     difference,
+    root_difference,
 )
 from paceline.operate.diagnosis.finding import (
     DEFAULT_GROUPS,
@@ -82,6 +83,7 @@ def diagnose(snapshot: JobSnapshot) -> Diagnosis | None:
         or _left_before_failures(snapshot, waits)
         or _failed(snapshot, waits)
         or _mismatched(snapshot)
+        or _mismatched_root(snapshot)
         or _misconfigured(snapshot)
         or _deadlocked(snapshot, waits)
         or _missed(snapshot, waits)
@@ -335,6 +337,20 @@ def _mismatched(snapshot: JobSnapshot) -> Diagnosis | None:
                 return verdict
             sentence = f"{verdict.sentence.rpartition(':')[0]}: {_count(counted, snapshot.word)}"
             return Diagnosis(_cause_of(counted), (counted.rank,), sentence)
+    return None
+
+
+def _mismatched_root(snapshot: JobSnapshot) -> Diagnosis | None:
+    """Finds the rank that passed a different root to an earlier call.
+
+    Between hosts, such a call can complete on all ranks, and then a later call fails although all ranks make it.
+    """
+    if all(rank.ending is None or rank.ending.manner is not ExitReason.MISMATCH for rank in snapshot.ranks):
+        return None
+    for group in sorted({call.group for rank in snapshot.ranks for call in rank.calls}):
+        found = root_difference(_histories(snapshot, group))
+        if found is not None:
+            return _diagnose_mismatch(snapshot, group, found)
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from observed_world import IDLE, Planned, loop, play
 
 from paceline.operate.diagnosis.diagnosis import diagnose
@@ -196,6 +197,27 @@ def test_a_crash_in_calls_that_differ_is_a_consequence():
     verdict = _verdict(replace(seen, ranks=ranks))
     assert (verdict.cause, verdict.blamed) == (Cause.OTHER_SHAPE, (2,))
     assert verdict.sentence.endswith("; rank 1 was killed by SIGABRT")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_different_root_is_found_after_the_call_has_ended(size):
+    """Between hosts, a broadcast with two roots can complete, and the next call fails on all ranks."""
+    ending = RankExitStatus(ExitReason.MISMATCH, 9.0, "CollectiveMismatchError: the calls do not match", "train.py:21")
+
+    def rank(number: int) -> RankState:
+        roots = [0, 0, size - 1 if number == size - 1 else 0]
+        calls = [
+            RankCall("0", 1 + i, CallSignature("broadcast", root=r), i, i + 0.5, "ok") for i, r in enumerate(roots)
+        ]
+        failed = RankCall("0", 4, CallSignature("all_gather"), 5.0, 6.0, "mismatch", line="train.py:21")
+        seats = {"0": GroupMembership(number, size, "group default")}
+        lines = [replace(call, line="train.py:20") for call in calls]
+        return RankState(number, seats=seats, calls=(*lines, failed), ending=ending)
+
+    verdict = _verdict(JobSnapshot(20.0, tuple(map(rank, range(size)))))
+    assert verdict.blamed == (size - 1,), verdict.sentence
+    assert f"rank {size - 1} called broadcast(root {size - 1}) as call 3 (train.py:20), where rank" in verdict.sentence
+    assert verdict.sentence.endswith("its root differs")
 
 
 def test_a_disagreement_beyond_calls_is_told_with_its_line():
