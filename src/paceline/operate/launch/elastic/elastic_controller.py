@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.operate.launch.elastic.machine_log import ReportedFailures
@@ -43,6 +43,7 @@ from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
 from paceline.train.elastic.coordinator.election import merge_reports
 from paceline.train.elastic.protocol import (
     CloseSlotsOrder,
+    CoordinatorOrder,
     CoordinatorOrders,
     EndOrder,
     FenceStalledOrder,
@@ -193,6 +194,7 @@ _RETURN_PATIENCE_S = 2.0  # time to wait for a machine to reconnect after the la
 # wait costs little, because workers take about as long to start.
 _QUIET_S = 2.0
 _QUIET_SINCE_A_CALL_S = 5.0
+_MAX_FOREIGN_HOSTS = 3  # anyone can report a job with another secret, so only the first hosts are recorded and printed
 
 
 @dataclass
@@ -219,6 +221,8 @@ class ElasticController:
     _blame: ReportedFailures = field(default_factory=ReportedFailures)
     _end: JobEnded | JobMoved | None = None
     _has_heard_of_another: bool = False
+    _foreign_hosts: list[str] = field(default_factory=list)  # hosts that reported a running job with another secret
+    _printed_hosts: int = 0  # number of entries of `_foreign_hosts` that have been printed
     _returning: dict[str, JoinJob] = field(default_factory=dict)
     _quiet_until_s: float = 0.0
 
@@ -345,23 +349,23 @@ class ElasticController:
         text = "a job with this address is already running, and is looking for a coordinator; waiting for it"
         return [(node, NotifyOrder(text)) for node in self._machines.here]
 
-    def warned_of_foreign_job(self, host: str) -> Orders:
-        """Handles the report of a running job with another secret: ends this job if it has not begun to train.
+    def heard_of_foreign_job(self, host: str) -> bool:
+        """Records that a host has reported a running job with another secret; returns True if `tick` will print this.
 
-        Anyone can send such a report, so it does not end a job that trains.
+        Anyone can send such a report, because it is not authenticated. It therefore neither ends nor delays this job.
         """
-        if self._end is not None:
+        if host in self._foreign_hosts or len(self._foreign_hosts) == _MAX_FOREIGN_HOSTS:
+            return False
+        self._foreign_hosts.append(host)
+        return True
+
+    def _print_foreign_hosts(self) -> Orders:
+        """Returns a warning for each new host that has reported a job with another secret."""
+        if not self._machines.here:  # no launcher has connected that could print the warning
             return []
-        text = (
-            f"the launcher at {host} reports that a job with another secret is already running at this rendezvous "
-            "address; set that job's PACELINE_SECRET to join it, or choose another address"
-        )
-        if self._coordinator.hold_back(0.0):
-            return self._over(JobEnded(1, text))
-        if self._has_heard_of_another:
-            return []
-        self._has_heard_of_another = True
-        return [(node, NotifyOrder(text)) for node in self._machines.here]
+        new, self._printed_hosts = self._foreign_hosts[self._printed_hosts :], len(self._foreign_hosts)
+        warnings = [NotifyOrder(f"warning: {_foreign_job_warning([host])}") for host in new]
+        return [(node, warning) for warning in warnings for node in self._machines.here]
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
         """Removes a node whose launcher has exited. The kernel has killed the node's workers."""
@@ -383,19 +387,20 @@ class ElasticController:
         """Performs the work that is due at `now_s`."""
         if self._end is not None:
             return []
+        warnings, given = self._print_foreign_hosts(), list[CoordinatorOrder]()
         if self._is_gathered:
-            return self._carry(self._coordinator.tick(now_s))
-        if now_s < self.started_s + self.policy.join_timeout_s:
-            return []
-        hosts = [machine.join.host for machine in self._machines.here.values()]
-        return self._over(
-            JobEnded(
-                1,
+            given = self._coordinator.tick(now_s)
+        elif now_s >= self.started_s + self.policy.join_timeout_s:
+            hosts = [machine.join.host for machine in self._machines.here.values()]
+            why = (
                 f"waited {self.policy.join_timeout_s:.0f} s for {self.policy.min_nodes} machines; {len(hosts)} arrived "
                 f"({', '.join(hosts) or 'none'}). Look at the output of the others; --rdzv-conf join_timeout=SECONDS "
-                "sets a longer wait",
+                "sets a longer wait"
             )
-        )
+            given = [EndOrder(1, why)]
+        if self._foreign_hosts and self._coordinator.hold_back(0.0):  # there is no view yet
+            given = [_explained(order, self._foreign_hosts) for order in given]
+        return [*warnings, *self._carry(given)]
 
     def _joined(self, node: str, join: JoinJob, now_s: float) -> Orders:
         if wrong := incompatibility(join, is_elastic=True):
@@ -502,3 +507,18 @@ class ElasticController:
             return []
         self._end = JobEnded(end.code, end.reason, shortened(self._blame.failures) if end.code else ())
         return [(node, self._end) for node in self._machines.here]
+
+
+def _foreign_job_warning(hosts: Sequence[str]) -> str:
+    return (
+        f"{', '.join(hosts)} reported that a job with another secret is running at this rendezvous address. Check "
+        "whether there is such a job: set its PACELINE_SECRET to join it, or choose another address. The report is "
+        "not authenticated, so a stranger may have sent it"
+    )
+
+
+def _explained(order: CoordinatorOrder, hosts: Sequence[str]) -> CoordinatorOrder:
+    """Adds the likely reason to the order that ends a job because too few machines or workers have joined it."""
+    if not isinstance(order, EndOrder) or order.code == 0:
+        return order
+    return EndOrder(order.code, f"{order.reason}. The likely reason: {_foreign_job_warning(hosts)}")

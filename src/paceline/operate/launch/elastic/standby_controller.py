@@ -42,7 +42,6 @@ class StandbyController:
         self._nodes: dict[str, int] = {}  # machine numbers of followers during a candidacy, by node
         self._said: list[tuple[str, Report]] = []  # reports received during a candidacy
         self._orders: Orders = []
-        self._foreign_host = ""  # the host that reported a running job with another secret
         self._changing = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
 
@@ -57,10 +56,11 @@ class StandbyController:
             return self._controller.running() if self._controller is not None else None
 
     def warn_of_foreign_job(self, host: str) -> None:
-        """Records that a launcher on `host` has reported a running job that has another secret."""
+        """Handles the unauthenticated report of a running job that has another secret."""
         with self._changing:
-            self._foreign_host = host
-        self.wake()
+            is_new = self._controller is not None and self._controller.heard_of_foreign_job(host)
+        if is_new:
+            self.wake()
 
     def is_here(self, number: int) -> bool:
         """Returns True if this launcher coordinates the job and a machine is connected to it."""
@@ -138,9 +138,6 @@ class StandbyController:
             if self._controller is None:
                 return self._consider(now_s)
             controller = self._controller
-            if self._foreign_host and controller.nodes:  # there is a launcher that can print the warning
-                host, self._foreign_host = self._foreign_host, ""
-                return self._with(controller.warned_of_foreign_job(host))
             given, resigns_s = self._with(controller.tick(now_s)), controller.resigns_s
             if resigns_s is None or now_s < resigns_s:
                 return given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from launching import wait_until
@@ -23,7 +24,9 @@ from paceline.operate.launch.multinode.protocol import (
     Order,
     Report,
 )
+from paceline.operate.launch.multinode.remote_client import connect, warn_of_running_job_at
 from paceline.operate.launch.multinode.server import RendezvousServer
+from paceline.train.elastic.protocol import NotifyOrder
 
 SECRET = b"42" * 16
 JOB = JobRunning("job", "10.0.0.1:29400")
@@ -129,7 +132,7 @@ class Beginning(StandbyController):
         return orders
 
 
-def test_a_launcher_with_another_secret_does_not_start_a_job(serving):
+def test_a_launcher_with_another_secret_is_warned_and_not_ended(serving):
     begins = Beginning()
     server = serving["new"] = RendezvousServer(
         listen("127.0.0.1", 0, SECRET), SECRET, begins, 2.0, on_foreign_job=begins.warn_of_foreign_job
@@ -140,13 +143,16 @@ def test_a_launcher_with_another_secret_does_not_start_a_job(serving):
         wait_until(lambda: caller._pause_s > 1)
         assert begins.ordered == [], "no launcher has connected that could print the reason"
         begins.reported("a", own_join(), time.monotonic())
-        wait_until(lambda: any(isinstance(order, JobEnded) for order in begins.ordered))
+        wait_until(lambda: begins.ordered)
+        for _ in range(3):
+            warn_of_running_job_at(server.address, 5.0)
     finally:
         caller.close()
-    (end,) = [order for order in begins.ordered if isinstance(order, JobEnded)]
-    assert end.code == 1
-    assert "the launcher at 127.0.0.1 reports that a job with another secret is already running" in end.reason
-    assert "set that job's PACELINE_SECRET to join it, or choose another address" in end.reason
+    with closing(connect(server.address, SECRET, 5.0)):  # the earlier reports have been accepted
+        wait_until(lambda: len(server._nodes) == 1)
+    (warning,) = [order for order in begins.ordered if isinstance(order, NotifyOrder)]
+    assert "127.0.0.1 reported that a job with another secret is running at this rendezvous address" in warning.text
+    assert not any(isinstance(order, JobEnded) for order in begins.ordered)
 
 
 def own_join() -> JoinJob:

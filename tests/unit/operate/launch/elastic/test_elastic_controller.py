@@ -326,20 +326,63 @@ def test_a_job_gives_way_to_one_that_runs_already(trains):
     assert play.steering.running() is None and play.steering.deadline_s is None
 
 
+FOREIGN_JOB = "reported that a job with another secret is running at this rendezvous address"
+
+
 @pytest.mark.parametrize("trains", [False, True])
-def test_only_a_job_that_trains_survives_one_of_another_secret(trains):
+def test_a_report_of_another_secret_ends_no_job(trains):
     play = Play(1, 3)
+    assert play.steering.heard_of_foreign_job("10.0.0.9")
+    play.take(play.steering.tick(play.now_s))
+    assert play.told == {}, "no launcher can print it"
     play.join("a", serves=True)
     if trains:
         play.run("a", "0.0.0")
+    else:
+        play.take(play.steering.tick(play.now_s))
+    first = [order.text for order in play.asked("a") if isinstance(order, NotifyOrder) and FOREIGN_JOB in order.text]
+    assert len(first) == 1 and first[0].startswith("warning: 10.0.0.9 reported")
+    assert "set its PACELINE_SECRET to join it" in first[0] and "a stranger may have sent it" in first[0]
+    assert not play.steering.heard_of_foreign_job("10.0.0.9")
+    assert play.steering.heard_of_foreign_job("10.0.0.8")
+    play.take(play.steering.tick(play.now_s))
+    (second,) = play.asked("a")
+    assert isinstance(second, NotifyOrder) and second.text.startswith("warning: 10.0.0.8 reported")
+    if not trains:
+        play.run("a", "0.0.0")
+    assert play.views == {"0.0.0": ("0.0.0",)}, "the job trains"
+
+
+def test_a_flood_of_reports_of_another_secret_is_bounded():
+    play = Play(1, 3)
+    play.join("a", serves=True)
     play.asked("a")
-    for _ in range(2):
-        play.take(play.steering.warned_of_foreign_job("10.0.0.9"))
-    (told,) = play.asked("a")
-    text = told.text if trains else told.reason
-    assert isinstance(told, NotifyOrder if trains else JobEnded)
-    assert "the launcher at 10.0.0.9 reports that a job with another secret is already running" in text
-    assert trains or told.code == 1
+    new = [play.steering.heard_of_foreign_job(f"10.0.{number // 250}.{number % 250}") for number in range(5000)]
+    assert sum(new) == 3 and len(play.steering._foreign_hosts) == 3
+    for _ in range(5):
+        play.take(play.steering.tick(play.now_s))
+    assert [type(order) for order in play.asked("a")] == [NotifyOrder] * 3
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_job_that_times_out_quotes_reports_of_another_secret(least):
+    play = Play(least, 3)
+    play.join("a", serves=True)
+    assert play.steering.heard_of_foreign_job("10.0.0.9") and play.steering.heard_of_foreign_job("10.0.0.8")
+    play.now_s += 61.0
+    play.take(play.steering.tick(play.now_s))
+    end = play.asked("a")[-1]
+    usual = (
+        "0 of at least 1 workers are ready after 60 s" if least == 1 else "waited 60 s for 2 machines; 1 arrived (a)"
+    )
+    assert isinstance(end, JobEnded) and end.code == 1 and end.reason.startswith(usual)
+    assert f"The likely reason: 10.0.0.9, 10.0.0.8 {FOREIGN_JOB}" in end.reason
+    play = Play(least, 3)
+    play.join("a", serves=True)
+    play.now_s += 61.0
+    play.take(play.steering.tick(play.now_s))
+    assert play.asked("a")[-1].reason.startswith(usual)
+    assert "likely reason" not in str(play.steering._end)
 
 
 def test_machines_that_wait_for_others_join_another_job():
