@@ -54,17 +54,12 @@ __all__ = [
 
 Gradients = tuple[torch.Tensor | None, ...]
 
-
 _LOCALLY: dict[ReduceOp, Callable[[torch.Tensor, int], torch.Tensor]] = {
     ReduceOp.PRODUCT: torch.prod,
     ReduceOp.MIN: torch.amin,
     ReduceOp.MAX: torch.amax,
 }
-
-
 _MOST_DIMENSIONS = 13
-
-
 _UNFIT = -1
 
 
@@ -474,13 +469,8 @@ class AllToAllSingle(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         """Sends the gradient of each row back to the rank that sent the row."""
         returned = grad.new_empty(ctx.shape)
-        return (
-            None,
-            None,
-            None,
-            None,
-            applied(AllToAllSingle, ctx.group, returned, ctx.input_rows, ctx.output_rows, grad),
-        )
+        own = applied(AllToAllSingle, ctx.group, returned, ctx.input_rows, ctx.output_rows, grad)
+        return None, None, None, None, own
 
 
 def applied(function: type[Function], *arguments: object) -> torch.Tensor:

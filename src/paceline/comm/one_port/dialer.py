@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from paceline.comm.security.handshake import HELLO_BYTES, PeerGoneError, is_hello
-from paceline.comm.security.secret import is_loopback
+from paceline.comm.security.secret import is_loopback, require_secret
 from paceline.durations import socket_timeout_s, whole_number
 
 DEFAULT_ROUTE_TARGETS = ("192.0.2.1", "2001:db8::1")
@@ -42,8 +42,7 @@ def resolver_name(host: str) -> bytes | str:
 def source_address(target: str) -> str:
     """Returns the local address from which packets to `target`, a host name or an address, are sent.
 
-    Raises:
-        OSError: there is no route to `target`.
+    If there is no route to `target`, an OSError is raised.
     """
     for family, _, _, _, address in socket.getaddrinfo(resolver_name(target), _DISCARD_PORT, type=socket.SOCK_DGRAM):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
@@ -66,8 +65,7 @@ HEADER_BYTES = _HEADER.size
 def chosen_port(environment: Mapping[str, str] = os.environ) -> int | None:
     """Returns the machine's port, or None if each listener has its own port.
 
-    Raises:
-        ValueError: PACELINE_PORT is not a port.
+    If PACELINE_PORT does not contain a port, a ValueError is raised.
     """
     text = environment.get(PORT_VARIABLE)
     if not text:
@@ -79,11 +77,7 @@ def chosen_port(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def choose_port(port: int) -> None:
-    """Sets the port for this process and its children.
-
-    Raises:
-        ValueError: `port` is not a port, or the environment contains a different one.
-    """
+    """Sets the port for this process and its children. A different port in the environment raises a ValueError."""
     if not 1 <= port <= _LARGEST:
         raise ValueError(f"the port is {port}; it must be from 1 to {_LARGEST}")
     given = chosen_port()
@@ -95,8 +89,7 @@ def choose_port(port: int) -> None:
 def is_reachable_from_outside(host: str) -> bool:
     """Returns True if a host name or an address is reachable from other machines (not a loopback address).
 
-    Raises:
-        OSError: the name cannot be resolved.
+    A name that cannot be resolved raises an OSError.
     """
     return not is_loopback(str(socket.getaddrinfo(resolver_name(host), None, type=socket.SOCK_STREAM)[0][4][0]))
 
@@ -157,13 +150,30 @@ def dial(
     return connection
 
 
+def dial_with_secret(address: tuple[str, int], timeout_s: float, secret: bytes | None) -> socket.socket:
+    """Connects like `dial`, but only if a connection to that address is permitted with this secret.
+
+    Raises:
+        OSError, HandshakeUnfinishedError: see `dial`.
+        ValueError: the address is not loopback and there is no secret.
+    """
+    connection = dial(address, timeout_s)
+    try:
+        require_secret(connection.getpeername()[0], secret)
+        if connection.getpeername() == connection.getsockname():
+            # A socket that connects to a free port on its own machine can, by chance, connect to itself.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
     """Returns the hosts that did not answer on the single port in time; a refused connection counts as an answer.
 
-    Args:
-        hosts: the hosts' addresses, which are tried concurrently.
-        source: the local address from which to connect.
-        reach_s: the timeout for all hosts together, in seconds.
+    The hosts, given by their addresses, are tried concurrently from the local address `source`, for `reach_s` seconds
+    in all.
     """
     port = chosen_port()
     assert port is not None

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from paceline.comm.one_port.dialer import (
     GATE_VARIABLE,
@@ -70,8 +70,7 @@ class NumberTable(Generic[Holder]):
     def take(self, wanted: int, holder: Holder) -> int:
         """Assigns the requested number to a listener, or a free one if `wanted` is 0; returns the number.
 
-        Raises:
-            OSError: another listener holds the number, or no number is free.
+        If another listener holds the number, or no number is free, an OSError is raised.
         """
         if wanted == 0:
             wanted = self._free()
@@ -107,31 +106,19 @@ class _PendingClient:
     received: bytes = b""
 
 
-@dataclass(eq=False)
-class _RegisteredListener:
-    """A listener on this machine, registered while the connection on which it requested its number is open."""
-
-    connection: socket.socket
-
-
 class PortMultiplexer:
     """Server for one port, which runs on its own thread.
 
     It listens on the addresses for which numbers were requested. At most `MAX_PENDING_CLIENTS` connections may have an
     incomplete header. Beyond this limit, the oldest one from the user or host with the most such connections is closed,
-    so that silent peers cannot block others.
-
-    Args:
-        port: the machine's TCP port.
-        name: the name of the abstract Unix socket on which the same user's processes request numbers.
-
-    Raises:
-        OSError: another multiplexer uses that name.
+    so that silent peers cannot block others. The same user's processes request numbers on the abstract Unix socket
+    `name`; if another multiplexer uses that name, an OSError is raised.
     """
 
     def __init__(self, port: int, name: str) -> None:
         self._port = port
-        self._numbers: NumberTable[_RegisteredListener] = NumberTable()
+        # A listener is registered while the connection on which it requested its number is open.
+        self._numbers: NumberTable[socket.socket] = NumberTable()
         self._clients: PendingConnections[_PendingClient] = PendingConnections(
             MAX_PENDING_CLIENTS, lambda client: origin_of_connection(client.connection)
         )
@@ -195,12 +182,9 @@ class PortMultiplexer:
                     self._reject(client, f"{client.host} did not request a listener within {TIMEOUT_S:.0f} s")
 
     def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, address = listener.accept()
-        except OSError as error:
-            if is_out_of_descriptors(error):
-                time.sleep(_SHORTAGE_PAUSE_S)
+        if (accepted := _accepted(listener)) is None:
             return
+        connection, address = accepted
         client = _PendingClient(connection, str(address[0]), time.monotonic() + TIMEOUT_S)
         self._watch(connection, partial(self._receive, client))
         crowded_out = self._clients.add(client)
@@ -238,7 +222,7 @@ class PortMultiplexer:
                 return
             connection.send(PASSED_ON)
             connection.setblocking(True)  # the duplicate descriptor shares this flag
-            socket.send_fds(holder.connection, [b"c"], [connection.fileno()])
+            socket.send_fds(holder, [b"c"], [connection.fileno()])
 
     def _reject_without_header(self, client: _PendingClient, answer: bytes, unread: int = 0) -> None:
         with contextlib.suppress(OSError):
@@ -257,32 +241,29 @@ class PortMultiplexer:
         self._clients.remove(client)
 
     def _accept_listener(self, requests: socket.socket) -> None:
-        try:
-            connection, _ = requests.accept()
-        except OSError as error:
-            if is_out_of_descriptors(error):
-                time.sleep(_SHORTAGE_PAUSE_S)
+        if (accepted := _accepted(requests)) is None:
             return
-        if is_same_user(connection):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _QUEUE_NBYTES)
-            self._watch(connection, partial(self._serve, _RegisteredListener(connection)))
+        holder, _ = accepted
+        if is_same_user(holder):
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _QUEUE_NBYTES)
+            self._watch(holder, partial(self._serve, holder))
         else:
-            connection.close()
+            holder.close()
 
-    def _serve(self, listener: _RegisteredListener) -> None:
+    def _serve(self, holder: socket.socket) -> None:
         try:
-            request = listener.connection.recv(_LARGEST_REQUEST)
+            request = holder.recv(_LARGEST_REQUEST)
         except BlockingIOError:
             return
         except OSError:
             request = b""
         if not request:
-            self._end(listener)
+            self._end(holder)
             return
         with contextlib.suppress(OSError):  # the listener has closed its connection
-            listener.connection.send(self._answer(listener, request))
+            holder.send(self._answer(holder, request))
 
-    def _answer(self, listener: _RegisteredListener, request: bytes) -> bytes:
+    def _answer(self, listener: socket.socket, request: bytes) -> bytes:
         """Listens on the requested address; returns "0" and the assigned number, or an error's code and text."""
         try:
             wanted, _, address = request.decode().partition(" ")
@@ -312,16 +293,26 @@ class PortMultiplexer:
         self._addresses.add(where)
         self._watch(listener, partial(self._accept, listener))
 
-    def _end(self, listener: _RegisteredListener) -> None:
-        self._numbers.release(listener)
-        self._selector.unregister(listener.connection)
-        listener.connection.close()
+    def _end(self, holder: socket.socket) -> None:
+        self._numbers.release(holder)
+        self._selector.unregister(holder)
+        holder.close()
 
 
-def _has_ended(listener: _RegisteredListener) -> bool:
+def _accepted(listener: socket.socket) -> tuple[socket.socket, Any] | None:
+    """Accepts a connection. After an error, returns None; if descriptors have run out, only after a pause."""
+    try:
+        return listener.accept()
+    except OSError as error:
+        if is_out_of_descriptors(error):
+            time.sleep(_SHORTAGE_PAUSE_S)
+        return None
+
+
+def _has_ended(holder: socket.socket) -> bool:
     """Returns True if a listener has closed its connection, even if the event loop has not processed this yet."""
     try:
-        return not listener.connection.recv(1, socket.MSG_PEEK)
+        return not holder.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
         return False
     except OSError:
@@ -331,10 +322,8 @@ def _has_ended(listener: _RegisteredListener) -> bool:
 class NumberedListener:
     """Listener for one number on the machine's single port, with the interface of a listening socket.
 
-    Args:
-        connection: the connection over which the multiplexer passes client connections; the listener closes it.
-        host: the address at which other machines reach the listener.
-        number: the listener's number.
+    The multiplexer passes client connections over `connection`, which the listener closes. Other machines reach the
+    listener at `host`.
     """
 
     def __init__(self, connection: socket.socket, host: str, number: int) -> None:
@@ -348,8 +337,7 @@ class NumberedListener:
     def accept(self) -> tuple[socket.socket, tuple[str, int]]:
         """Waits for a connection and returns it with its peer's address. Reset connections are skipped.
 
-        Raises:
-            OSError: the multiplexer has exited, `shutdown` was called, or no descriptor is free.
+        If the multiplexer has exited, `shutdown` was called, or no descriptor is free, an OSError is raised.
         """
         while True:
             connection = self._received()
@@ -375,7 +363,7 @@ class NumberedListener:
 
 
 def random_name() -> str:
-    """Returns a random name for a multiplexer's Unix socket, so that other processes cannot guess the name."""
+    """Returns a name for a multiplexer's Unix socket that other processes cannot guess."""
     return f"paceline-gate-{secrets.token_hex(12)}"
 
 

@@ -35,7 +35,7 @@ COMPLETE = "complete"
 KEY = "verdict"
 ADVICE = "look at its output and, if it was killed, at the memory it used (dmesg)"
 
-_TIMEOUT = "timeout: "
+_TIMEOUT = "timeout: "  # the beginning of the verdict if ranks are absent; a description of them follows
 _READERS = "heard"  # the key that counts the ranks that have read the verdict
 _READERS_S, _READERS_POLL_S = 5.0, 0.01
 _LATE_RANKS_S, _LATE_RANKS_POLL_S = 5.0, 0.05
@@ -44,16 +44,6 @@ _LATE_RANKS_S, _LATE_RANKS_POLL_S = 5.0, 0.05
 def settle(store: Store, verdict: str) -> None:
     """Sets the verdict unless one is already set."""
     store.compare_set(KEY, b"", verdict)
-
-
-def settle_timeout(store: Store, absence: str) -> str:
-    """Sets the verdict to a timeout unless a verdict is already set; returns the current verdict."""
-    return store.compare_set(KEY, b"", _TIMEOUT + absence).decode()
-
-
-def timeout_in(verdict: str) -> str | None:
-    """Returns the description of the absent ranks if the verdict is a timeout, and None for any other verdict."""
-    return verdict.removeprefix(_TIMEOUT) if verdict.startswith(_TIMEOUT) else None
 
 
 def reason_against(store: Store) -> str | None:
@@ -65,12 +55,7 @@ def reason_against(store: Store) -> str | None:
 
 
 def leave_will(store: Store, end: str) -> None:
-    """Makes the store set the verdict if this process exits unexpectedly.
-
-    Args:
-        store: the ranks' store.
-        end: a description of this process and of the phase in which it exits.
-    """
+    """Makes the store set the verdict if this process exits unexpectedly. `end` describes this process and its exit."""
     store.set_last_will(KEY, f"{end}; {ADVICE}")
 
 
@@ -178,9 +163,8 @@ def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
     if verdict_on(decode_claims(store.get("claims"))) == COMPLETE:
         return  # a rank has left after all ranks arrived; if it is still needed, forming the group fails
     _await_readers(store)
-    absence = timeout_in(verdict)
-    if absence is not None:
-        raise RendezvousTimeoutError(f"rank {claim.rank}: {absence}")
+    if verdict.startswith(_TIMEOUT):
+        raise RendezvousTimeoutError(f"rank {claim.rank}: {verdict.removeprefix(_TIMEOUT)}")
     raise RendezvousError(f"rank {claim.rank}: {verdict}")
 
 
@@ -193,7 +177,7 @@ def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, s
         store.wait([KEY], timedelta(seconds=timeout_s))
     except StoreTimeoutError:
         absence = describe_absence(decode_claims(store.get("claims")), claim.world_size, timeout_s)
-        return settle_timeout(store, absence), mine
+        return store.compare_set(KEY, b"", _TIMEOUT + absence).decode(), mine
     return store.get(KEY).decode(), mine
 
 
@@ -215,16 +199,14 @@ def _have_read_verdict(store: Store, all_ranks: bool) -> bool:
     """Returns True if all live ranks that have arrived (or all ranks, if `all_ranks` is True) have read the verdict."""
     claims = decode_claims(store.get("claims"))
     expected = max(min(claim.world_size for claim in claims) if all_ranks else 0, len(claims))
-    died = verdict_on(claims) in (None, COMPLETE) and timeout_in(store.get(KEY).decode()) is None
+    died = verdict_on(claims) in (None, COMPLETE) and not store.get(KEY).decode().startswith(_TIMEOUT)
     return store.add(_READERS, 0) >= expected - died
 
 
 class _DelayedClose(threading.Thread):
-    """Thread that closes a store after a delay. It is not a daemon thread, so the interpreter waits for it at exit.
+    """Thread that closes the store `opened` after a delay; `check_in` is the view in which the ranks checked in.
 
-    Args:
-        opened: the store to close.
-        check_in: the view of this store in which the ranks checked in.
+    It is not a daemon thread, so the interpreter waits for it at exit.
     """
 
     def __init__(self, opened: Store, check_in: Store) -> None:

@@ -65,13 +65,10 @@ def _require_started(rank: int, world_size: int) -> None:
 
 
 def check_not_importing(worker: str) -> None:
-    """Checks that this process is the worker described by its environment, not a process importing the worker's script.
+    """Raises a RuntimeError if multiprocessing has started this process and it is importing the worker's script.
 
     A process that multiprocessing starts with the method `spawn` or `forkserver` imports the main script of its parent
-    and inherits its environment.
-
-    Raises:
-        RuntimeError: multiprocessing is importing the script in this process.
+    and inherits its environment, so it is not the worker that the environment describes.
     """
     module = sys.modules.get("multiprocessing.process")
     if module is not None and getattr(module.current_process(), "_inheriting", False):
@@ -86,9 +83,7 @@ def check_not_importing(worker: str) -> None:
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     """Opens the launcher's store, rank 0's store at MASTER_ADDR:MASTER_PORT, or the store for a scheduler's ranks.
 
-    Raises:
-        ValueError: a variable is missing or malformed.
-        StoreConnectionError: no process serves the store.
+    A variable that is missing or malformed raises a ValueError.
     """
     served = os.environ.get(STORE)
     if served is not None:
@@ -109,13 +104,7 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 def open_store_at(served: str, timeout: timedelta) -> Store:
     """Opens a store served by a launcher on this machine or, in an elastic job, on another machine.
 
-    Args:
-        served: the store's address, in the format of PACELINE_STORE.
-        timeout: the timeout for connecting and for blocking calls.
-
-    Raises:
-        ValueError: `served` is malformed.
-        StoreConnectionError: no process serves the store.
+    `served` has the format of PACELINE_STORE; a malformed address raises a ValueError.
     """
     kind, _, place = served.partition(":")
     host, _, port = place.rpartition(":")

@@ -153,11 +153,7 @@ def _meet_at_store(store: Store, prefix: str, rank: int, world_size: int, timeou
 
 
 def _store_of_handler(url: str, scheme: str, rank: int, world_size: int, timeout_s: float) -> tuple[Store, int, int]:
-    """Returns the first store, rank and world size that the user's handler yields.
-
-    Raises:
-        ValueError: there is no handler for the scheme, or it does not yield these values.
-    """
+    """Returns the first store, rank and world size that the user's handler yields."""
     if scheme not in _handlers:
         raise ValueError(
             f"init_method {url!r} is not supported; use env://, tcp://host:port or file:///path, or "
@@ -180,11 +176,7 @@ def _store_of_handler(url: str, scheme: str, rank: int, world_size: int, timeout
 
 
 def _with_rank(url: str, rank: int, world_size: int) -> str:
-    """Returns the address with the known rank and world size appended, as torch's handlers expect.
-
-    Raises:
-        ValueError: the address already contains them.
-    """
+    """Returns the address with the known rank and world size appended, as torch's handlers expect."""
     from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
     given = {name: value for name, value in (("rank", rank), ("world_size", world_size)) if value >= 0}

@@ -28,25 +28,15 @@ _PORTS = range(20000, 30000)  # below the ports that Linux assigns to connecting
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A job as described by a scheduler's variables; a field whose variable is not set is None.
+    """A job as described by a scheduler's variables; a field whose variable is not set is None."""
 
-    Attributes:
-        name: the scheduler's name.
-        node_rank: the number of this launcher.
-        nodes: the number of launchers.
-        address: the address of launcher 0's machine.
-        port: the port of the launchers' rendezvous.
-        slot: the number of this launcher on its machine, and the number of launchers on that machine.
-        job: an identifier for this launch; empty if no variable contains one.
-    """
-
-    name: str
-    node_rank: int
-    nodes: int | None
-    address: str | None
-    port: int | None
-    slot: tuple[int, int] = (0, 1)
-    job: str = ""
+    name: str  # the scheduler's name
+    node_rank: int  # the number of this launcher
+    nodes: int | None  # the number of launchers
+    address: str | None  # the address of launcher 0's machine
+    port: int | None  # the port of the launchers' rendezvous
+    slot: tuple[int, int] = (0, 1)  # this launcher's number among the launchers on its machine, and their number
+    job: str = ""  # an identifier for this launch; empty if no variable contains one
 
     @property
     def is_one_a_rank(self) -> bool:
@@ -113,9 +103,8 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
     """Returns this node's number of tasks, given a string such as "4(x2),3" (see SLURM_STEP_TASKS_PER_NODE)."""
     counts: list[int] = []
-    for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match:
+    for part in text.split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
             counts += [int(match[1])] * int(match[2] or 1)
     node = _number(env, "SLURM_NODEID", 0)
     return counts[node] if node < len(counts) else _number(env, "SLURM_NTASKS_PER_NODE", 1)
@@ -127,10 +116,7 @@ def expand_hostlist(text: str) -> list[str]:
     >>> expand_hostlist("gpu[01-03,7],login")
     ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
     """
-    hosts: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        hosts += _expand(part)
-    return hosts
+    return [host for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for host in _expand(part)]
 
 
 def _expand(text: str) -> list[str]:
@@ -200,11 +186,6 @@ def _given_port(env: Mapping[str, str]) -> int | None:
 
 
 def _number(env: Mapping[str, str], name: str, otherwise: int | None = None, most: int | None = None) -> int:
-    """Returns the value of a variable, or `otherwise` if it is not set.
-
-    Raises:
-        ValueError: the value is not a number, or is larger than `most`.
-    """
     if otherwise is not None and name not in env:
         return otherwise
     number = whole_number(env[name].strip())

@@ -39,10 +39,7 @@ def scheduler_of_process() -> Scheduler | None:
 def open_scheduler_store(scheduler: Scheduler, world_size: int, timeout: timedelta) -> Store:
     """Opens the store for the rendezvous of ranks that a scheduler started.
 
-    Raises:
-        ValueError: the scheduler's variables do not contain rank 0's address.
-        StoreConnectionError: no process serves the store.
-        RendezvousError: other users have access to the directory for such stores.
+    If the scheduler's variables do not contain rank 0's address, a ValueError is raised.
     """
     if scheduler.is_one_machine:
         name = quote(scheduler.job or _starter(), safe="")
@@ -77,12 +74,7 @@ def _starter() -> str:
 
 
 def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Serves a store on rank 0 and connects to it on the other ranks.
-
-    Raises:
-        PortInUseError: on rank 0, another program uses the port.
-        StoreConnectionError: no process serves the store.
-    """
+    """Serves a store on rank 0, or raises a PortInUseError; connects to the store on the other ranks."""
 
     def connect(serve: bool, within: timedelta) -> Store:
         store = TCPStore(host, port, world_size, serve, within, wait_for_workers=False)
@@ -104,12 +96,7 @@ def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: 
 
 
 def open_torchrun_store(port: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store for the ranks that torchrun started on this machine.
-
-    Raises:
-        ValueError: the ranks are on several machines.
-        RendezvousError: other users have access to the directory for such stores.
-    """
+    """Opens the store for the ranks that torchrun started, which must be on this machine (otherwise a ValueError)."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         raise ValueError(
             "torchrun holds MASTER_PORT for its own store, so it cannot be used for a rendezvous across machines; pass "
@@ -124,8 +111,7 @@ def open_torchrun_store(port: int, world_size: int, timeout: timedelta) -> Store
 def rank_and_world_size_in_url(url: str, rank: int, world_size: int) -> tuple[int, int]:
     """Returns the rank and the world size. If an argument is -1, its value is read from the URL.
 
-    Raises:
-        ValueError: the URL does not contain them, or they are not integers.
+    If the URL does not contain it, or if it is not an integer, a ValueError is raised.
     """
     split = urlsplit(url)
     query = parse_qs(split.query)
@@ -149,12 +135,7 @@ def _whole(value: str, name: str, split: SplitResult) -> int:
 
 
 def open_store_at_url(url: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store at a tcp:// or file:// address.
-
-    Raises:
-        ValueError: the address is incomplete.
-        StoreConnectionError: no process serves the store.
-    """
+    """Opens the store at a tcp:// or file:// address; an incomplete address raises a ValueError."""
     split = urlsplit(url)
     if split.scheme == "file":
         if split.netloc or not split.path:

@@ -185,5 +185,4 @@ def _end(connection: socket.socket) -> None:
 
 
 def _host(address: object) -> str:
-    """Returns the host in an accepted connection's address, or an empty string for Unix sockets."""
     return str(address[0]) if isinstance(address, tuple) else ""

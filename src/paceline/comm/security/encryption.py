@@ -45,8 +45,7 @@ class EncryptedSocket:
     def handshake(self, timeout_s: float) -> str:
         """Performs the TLS handshake; returns the reason for a failure, or an empty string on success.
 
-        Raises:
-            OSError: the handshake did not complete within `timeout_s` seconds.
+        A handshake that does not complete within `timeout_s` seconds raises an OSError.
         """
         return self._core.handshake(timeout_s)
 
@@ -55,38 +54,24 @@ class EncryptedSocket:
         self._timeout_s = timeout_s
 
     def sendall(self, data: bytes | memoryview) -> None:
-        """Sends `data`.
-
-        Raises:
-            OSError: the data was not sent in time, or the connection is broken.
-        """
+        """Sends `data`. A timeout and a broken connection raise an OSError."""
         self._core.send(bytes(data), self._limit_s())
 
     def recv(self, nbytes: int) -> bytes:
         """Receives at most 16 KiB of data; returns no bytes if the peer has closed the connection.
 
-        Raises:
-            OSError: no data was received in time, or the connection is broken.
+        A timeout and a broken connection raise an OSError.
         """
         return self._core.receive(nbytes, self._limit_s())
 
     def recv_into(self, memory: memoryview) -> int:
-        """Receives data into the beginning of `memory`; returns the number of bytes. See `recv`.
-
-        Raises:
-            OSError: no data was received in time, or the connection is broken.
-        """
+        """Receives data into the beginning of `memory` like `recv`; returns the number of bytes."""
         data = self.recv(len(memory))
         memory[: len(data)] = data
         return len(data)
 
     def recv_now(self, nbytes: int) -> bytes:
-        """Receives data like `recv`, but never blocks.
-
-        Raises:
-            BlockingIOError: no data has arrived, or only part of a TLS record.
-            OSError: the connection is broken.
-        """
+        """Receives data like `recv`, but raises a BlockingIOError instead of waiting for the rest of a TLS record."""
         try:
             return self._core.receive(nbytes, 0.0)
         except TimeoutError as error:
@@ -106,11 +91,7 @@ Connection = socket.socket | EncryptedSocket
 
 @lru_cache(maxsize=4)
 def identity_of(secret: bytes | None) -> _core.TlsIdentity:
-    """Returns the certificate derived from a job's secret.
-
-    Raises:
-        ValueError: no suitable OpenSSL is installed; the message explains how to fix this.
-    """
+    """Returns the certificate derived from a job's secret. Without a suitable OpenSSL, a ValueError is raised."""
     try:
         return _core.TlsIdentity(derive_key(secret, "tls certificate"))
     except RuntimeError as error:
@@ -129,12 +110,7 @@ def plain(connection: Connection) -> socket.socket:
 
 
 def receive_now(connection: Connection, nbytes: int) -> bytes:
-    """Receives data from a readable connection, without blocking.
-
-    Raises:
-        BlockingIOError: only part of a TLS record has been received.
-        OSError: the connection is broken.
-    """
+    """Receives data from a readable connection, or raises a BlockingIOError if a TLS record is still incomplete."""
     if isinstance(connection, EncryptedSocket):
         return connection.recv_now(nbytes)
     return connection.recv(nbytes)

@@ -23,7 +23,7 @@ import struct
 import time
 
 from paceline.comm.security.encryption import CLIENT_HELLO, Connection, EncryptedSocket, is_between_machines
-from paceline.comm.security.secret import chosen_level, must_encrypt
+from paceline.comm.security.secret import chosen_level, derive_key, must_encrypt
 from paceline.errors import AuthenticationError
 
 TYPE_CHECKING = False  # every worker imports this module, and importing typing takes time
@@ -57,7 +57,7 @@ class ForeignJobError(AuthenticationError):
 
 
 class PeerHello:
-    """First message from the connecting side, with its rank and the requested channel.
+    """First message from the connecting side.
 
     Attributes:
         channel: the service's name.
@@ -161,15 +161,25 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
     _send(connection, _digest(key, b"C", first, answer), deadline)
 
 
+def connect_with_secret(plain: socket.socket, secret: bytes | None, channel: str) -> Connection:
+    """Runs both handshakes of the connecting side on a new connection, which is closed if one of them fails.
+
+    Raises:
+        AuthenticationError, HandshakeUnfinishedError, ValueError: see `encrypt_as_client` and `prove`.
+    """
+    try:
+        connection = encrypt_as_client(plain, secret, TIMEOUT_S)
+        prove(connection, derive_key(secret, channel), PeerHello(channel))
+        return connection
+    except BaseException:
+        plain.close()
+        raise
+
+
 def warn_of_running_job(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> None:
     """Reports to the process at the other end, which has another secret, that this process's job is running.
 
-    Args:
-        connection: a new connection without encryption.
-        timeout_s: the timeout in seconds.
-
-    Raises:
-        HandshakeUnfinishedError: the report could not be sent.
+    The connection must not be encrypted yet. If the report cannot be sent, a HandshakeUnfinishedError is raised.
     """
     hello = _HELLO.pack(_MAGIC, _RUNNING.encode(), 0, 0, 0, os.urandom(_NONCE_BYTES))
     _send(connection, hello, time.monotonic() + timeout_s)
@@ -222,12 +232,7 @@ def is_hello(beginning: bytes) -> bool:
 
 
 def _refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> NoReturn:
-    """Rejects a plaintext connection where encryption is required, and informs the peer if it is a Paceline process.
-
-    Raises:
-        AuthenticationError: always, unless the peer was too slow.
-        HandshakeUnfinishedError: the peer did not send its first message in time.
-    """
+    """Rejects a plaintext connection where encryption is required, and informs the peer if it is a Paceline process."""
     deadline = time.monotonic() + timeout_s
     first = _receive(connection, _HELLO.size, deadline, _MAGIC)
     _require_own_job(connection, first)
@@ -249,7 +254,6 @@ def _digest(key: bytes, side: bytes, *parts: bytes) -> bytes:
 
 
 def _name_of(connection: Connection) -> str:
-    """Returns a name for the peer in error messages: the address and port, or the Unix socket."""
     try:
         peer = connection.getpeername()
     except OSError:
@@ -308,6 +312,5 @@ def _require_prefix(connection: Connection, data: bytes, expected: bytes) -> Non
 
 
 def _interrupted_handshake(connection: Connection, error: OSError) -> HandshakeUnfinishedError:
-    """Returns the error for a handshake that was interrupted by a failed connection."""
     kind = PeerGoneError if isinstance(error, ConnectionError) else HandshakeUnfinishedError
     return kind(f"{_name_of(connection)} aborted the handshake ({error})")

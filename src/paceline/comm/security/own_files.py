@@ -29,16 +29,11 @@ def open_own(path: str, access: int = os.O_RDWR) -> int:
     """Opens this user's private file, or creates it with mode 600; the caller must close the returned descriptor.
 
     If the file is empty, belongs to this user and grants others at most read access (as after `touch`), its mode is set
-    to 600.
-
-    Args:
-        path: the file's path. Its last part must not be a link.
-        access: the access mode, such as `os.O_RDWR`, and any additional flags.
+    to 600. The last part of the path must not be a link. `access` contains the access mode and any additional flags.
 
     Raises:
         SharedFileError: the file is a link, is not a regular file, has another owner or several hard links, or is
             accessible to others.
-        OSError: the file cannot be opened.
     """
     while True:
         with contextlib.suppress(FileExistsError):
@@ -75,11 +70,7 @@ def _open_existing(path: str, access: int) -> int:
 
 
 def write_own(path: str, content: bytes) -> None:
-    """Atomically writes a file with mode 600, replacing any existing file of that name.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Atomically writes a file with mode 600, replacing any existing file of that name."""
     draft = f"{path}.{secrets.token_hex(4)}"
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPENING, 0o600)
     try:
@@ -94,8 +85,7 @@ def write_own(path: str, content: bytes) -> None:
 def append_to(path: str) -> int:
     """Opens or creates a file for appending, without following links; the caller must close the returned descriptor.
 
-    Raises:
-        OSError: the file is a link, is not a regular file, or is not writable.
+    A link, and anything else that is not a regular file, raises an OSError.
     """
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _OPENING, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -106,14 +96,9 @@ def append_to(path: str) -> int:
 
 
 def require_own_directory(path: str, may_be_roots: bool = False) -> None:
-    """Checks that a directory belongs to this user, so that other users cannot replace files in it.
+    """Raises a SharedFileError unless a directory belongs to this user, so that other users cannot replace files in it.
 
-    Args:
-        path: the directory's path. If `may_be_roots` is false, its last part must not be a link.
-        may_be_roots: whether the directory may also belong to root.
-
-    Raises:
-        SharedFileError: the directory belongs to another user, or is a link.
+    If `may_be_roots` is true, the directory may also belong to root, and the last part of its path may be a link.
     """
     status = os.stat(path) if may_be_roots else os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
@@ -167,8 +152,7 @@ def _usual(path: str) -> os.stat_result | None:
 def own_directory() -> str:
     """Returns this user's private directory for files, and creates it if necessary.
 
-    Raises:
-        RendezvousError: other users have access to the directory.
+    If other users have access to it, a RendezvousError is raised.
     """
     path = os.path.join(tempfile.gettempdir(), f"paceline-{os.getuid()}")
     os.makedirs(path, mode=0o700, exist_ok=True)

@@ -38,11 +38,7 @@ LEVELS = ("auth", "encrypt", "none")
 
 
 def chosen_level() -> str | None:
-    """Returns the level set for this job, or None.
-
-    Raises:
-        ValueError: PACELINE_SECURITY is not a level.
-    """
+    """Returns the level in PACELINE_SECURITY, or None if it is not set; any other value raises a ValueError."""
     level = os.environ.get(LEVEL_VARIABLE) or None
     if level is not None and level not in LEVELS:
         raise ValueError(f"{LEVEL_VARIABLE} is {level!r}; it must be one of {', '.join(LEVELS)}")
@@ -50,11 +46,7 @@ def chosen_level() -> str | None:
 
 
 def choose_level(level: str) -> None:
-    """Sets the level for this process and its children.
-
-    Raises:
-        ValueError: `level` is not a level, or the environment contains a different one.
-    """
+    """Sets the level for this process and its children. A different level in the environment raises a ValueError."""
     if level not in LEVELS:
         raise ValueError(f"the security level is {level!r}; it must be one of {', '.join(LEVELS)}")
     given = chosen_level()
@@ -110,13 +102,7 @@ _LARGEST_FILE = 1 << 16
 
 
 class SecretFile:  # not a dataclass: every worker imports this module, and importing dataclasses takes time
-    """Address of a secret's memory file.
-
-    Attributes:
-        fd: the descriptor in the process that created the file.
-        inode: the file's inode.
-        maker: the id of the process that created the file.
-    """
+    """Address of a secret's memory file: its descriptor in the process `maker`, which created it, and its inode."""
 
     def __init__(self, fd: int, inode: int, maker: int) -> None:
         self.fd = fd
@@ -137,11 +123,7 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
 
     @classmethod
     def parse(cls, text: str) -> SecretFile:
-        """Parses the contents of a secret file, as written by `str`.
-
-        Raises:
-            ValueError: `text` is malformed.
-        """
+        """Parses the value of PACELINE_SECRET_FD, as written by `str`; a malformed value raises a ValueError."""
         try:
             fd, inode, maker = map(int, text.split(":"))
         except ValueError:
@@ -159,11 +141,7 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
         return self._read(self.fd)
 
     def read_makers(self) -> bytes:
-        """Reads the secret from the process that created the file.
-
-        Raises:
-            ValueError: neither that process nor this one has the file open.
-        """
+        """Reads the secret from the process that created the file; raises a ValueError if it has closed the file."""
         path = f"/proc/{self.maker}/fd/{self.fd}"
         seen = "is now a different file"
         try:
@@ -184,7 +162,6 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
         )
 
     def _read(self, fd: int) -> bytes | None:
-        """Returns the content of descriptor `fd` if it refers to this file, and None if not."""
         with contextlib.suppress(OSError):  # the descriptor is closed, or refers to a file without seals
             is_ours = (
                 os.fstat(fd).st_ino == self.inode
@@ -207,10 +184,8 @@ def job_secret() -> bytes | None:
 
     Its sources are, in this order, the descriptor that workers inherit from `paceline run` (PACELINE_SECRET_FD),
     PACELINE_SECRET, the file at PACELINE_SECRET_FILE, and the launcher's own descriptor (in a worker's child that lacks
-    the inherited one).
-
-    Raises:
-        ValueError: the secret is too short, others can read its file, or the inherited secret cannot be read.
+    the inherited one). A secret that is too short, a file that others can read, and an inherited secret that cannot be
+    read raise a ValueError.
     """
     if chosen_level() == "none":
         return None
@@ -273,11 +248,7 @@ def derive_key(secret: bytes | None, context: str) -> bytes:
 
 
 def require_secret(address: str, secret: bytes | None) -> None:
-    """Checks that there is a secret unless the address is loopback or the user permits insecure connections.
-
-    Raises:
-        ValueError: there is no secret; the message explains how to set one.
-    """
+    """Raises a ValueError if there is no secret, unless the address is loopback or the user permits the connection."""
     if secret is not None or is_loopback(address):
         return
     if chosen_level() == "none":

@@ -71,11 +71,7 @@ def origin_of(peer: object, own: object) -> str:
 
 
 def _user_at(peer: tuple[object, ...], own: tuple[object, ...]) -> int:
-    """Returns the id of the user who created the socket with the address `peer`, which is connected to `own`.
-
-    Raises:
-        OSError: the kernel does not report the user.
-    """
+    """Returns the id of the user who created the socket with the address `peer`, which is connected to `own`."""
     family = socket.AF_INET6 if ":" in str(peer[0]) else socket.AF_INET
     addresses = (socket.inet_pton(family, str(address[0]).partition("%")[0]) for address in (peer, own))
     body = _KIND.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
@@ -99,10 +95,8 @@ Decoded = TypeVar("Decoded")
 def decode_untrusted(decode: Callable[[Data], Decoded], data: Data) -> Decoded:
     """Returns `decode(data)` for data from an untrusted peer; `decode` is a JSON or msgpack decoder.
 
-    The `RecursionError` that decoders raise for data nested too deeply is converted to a `ValueError`.
-
-    Raises:
-        ValueError: the data cannot be decoded.
+    Data that cannot be decoded raises a ValueError, also if it is nested so deeply that the decoder raises a
+    RecursionError.
     """
     try:
         return decode(data)
@@ -127,14 +121,10 @@ _log = logging.getLogger(__name__)
 
 
 class RejectedConnections:
-    """Log of the connections that one listener has rejected.
+    """Log of the connections that a listener for the service `channel` has rejected.
 
     The first `SHOWN` connections are logged with their reasons. Further ones are counted and summarized in one line
-    every `PERIOD_S` seconds, until a period passes without rejections.
-
-    Args:
-        channel: the name of the listener's service.
-        period_s: the period that one summary covers, in seconds.
+    every `period_s` seconds, until a period passes without rejections.
     """
 
     def __init__(self, channel: str, period_s: float = PERIOD_S) -> None:
@@ -217,11 +207,7 @@ class PendingConnections(Generic[Pending]):
     """Bounded set of connections. If it is full, a new one replaces the oldest one from the most frequent origin.
 
     A peer that opens many connections therefore replaces its own connections rather than those of peers with few
-    connections.
-
-    Args:
-        most: the maximum number of connections.
-        origin: a function that returns a connection's origin. It is called only when the limit is exceeded.
+    connections. `origin` returns a connection's origin, and is called only when there are more than `most` connections.
     """
 
     def __init__(self, most: int, origin: Callable[[Pending], str]) -> None:

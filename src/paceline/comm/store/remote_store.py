@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from paceline import _core
 from paceline.comm.security.encryption import Connection, release_to_core
-from paceline.comm.security.handshake import TIMEOUT_S, HandshakeUnfinishedError, PeerHello, encrypt_as_client, prove
-from paceline.comm.security.secret import derive_key
+from paceline.comm.security.handshake import HandshakeUnfinishedError, connect_with_secret
 from paceline.comm.store.store import DEFAULT_TIMEOUT, Store, StoreAnswer, StoreOp, StoreStatus
 from paceline.durations import Timeout, socket_timeout_s, to_seconds
 from paceline.errors import StoreConnectionError
@@ -134,8 +133,7 @@ def connect(
         is_wanted: a function that returns False once this process has closed the store.
 
     Raises:
-        StoreConnectionError: no server answered, or the connection is no longer wanted. The message reports `place`,
-            the number of attempts and the last error.
+        StoreConnectionError: no server answered, or the connection is no longer wanted.
         AuthenticationError: the server belongs to another job, or is not a Paceline process.
     """
     started = time.monotonic()
@@ -146,14 +144,7 @@ def connect(
     while True:
         attempts += 1
         try:
-            plain = dial(socket_timeout_s(deadline - time.monotonic()))
-            try:
-                connection = encrypt_as_client(plain, secret, TIMEOUT_S)
-                prove(connection, derive_key(secret, CHANNEL), PeerHello(CHANNEL))
-                return connection
-            except BaseException:
-                plain.close()
-                raise
+            return connect_with_secret(dial(socket_timeout_s(deadline - time.monotonic())), secret, CHANNEL)
         except (OSError, HandshakeUnfinishedError) as error:
             if is_out_of_descriptors(error):
                 raise  # a retry would fail as well

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import _core
-from paceline.comm.one_port.dialer import chosen_port, resolver_name
-from paceline.comm.one_port.dialer import dial as dial_machine
+from paceline.comm.one_port.dialer import chosen_port, dial_with_secret, resolver_name
 from paceline.comm.security.authenticated_listener import AuthenticatedListener, ListeningEndpoint
 from paceline.comm.security.encryption import Connection, release_to_core
 from paceline.comm.security.handshake import PeerHello
@@ -33,11 +32,9 @@ _JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"  # keys
 
 
 class StoreServer:
-    """Server for a store. Python performs only the handshake of each connection; a thread in the core serves requests.
+    """Server for a store, which closes `listener`.
 
-    Args:
-        listener: the listening socket, which the server closes.
-        secret: the job's secret, or None.
+    Python performs only the handshake of each connection; a thread in the core serves the requests.
     """
 
     def __init__(self, listener: ListeningEndpoint, secret: bytes | None) -> None:
@@ -140,7 +137,7 @@ class TCPStore(RemoteStore):
         place = f"{host_name}:{served}"
 
         def dial(timeout_s: float) -> socket.socket:
-            return _dial(host_name, served, timeout_s, secret)
+            return dial_with_secret((host_name, served), timeout_s, secret)
 
         try:
             super().__init__(
@@ -184,19 +181,6 @@ class TCPStore(RemoteStore):
                 ) from error
 
 
-def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> socket.socket:
-    connection = dial_machine((host_name, port), timeout_s)
-    try:
-        require_secret(connection.getpeername()[0], secret)
-        if connection.getpeername() == connection.getsockname():
-            # A socket that connects to a free port on its own machine can, by chance, connect to itself.
-            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
 def listen(host_name: str, port: int, secret: bytes | None) -> ListeningEndpoint:
     """Returns a listener on the first address of `host_name`, never on a wildcard address.
 
@@ -228,24 +212,12 @@ def listen(host_name: str, port: int, secret: bytes | None) -> ListeningEndpoint
 
 
 def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Same as `listen`, but the returned socket always listens on its own port.
-
-    Raises:
-        PortInUseError, StoreConnectionError, ValueError: see `listen`.
-    """
-    return _bound(host_name, port, secret, is_listening=True)
+    """Same as `listen`, but the returned socket always listens on its own port."""
+    return bind_to_port(host_name, port, secret, is_listening=True)
 
 
-def bind_to_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Returns a socket that is bound to a port of its own but does not listen yet.
-
-    Raises:
-        PortInUseError, StoreConnectionError, ValueError: see `listen`.
-    """
-    return _bound(host_name, port, secret, is_listening=False)
-
-
-def _bound(host_name: str, port: int, secret: bytes | None, is_listening: bool) -> socket.socket:
+def bind_to_port(host_name: str, port: int, secret: bytes | None, is_listening: bool = False) -> socket.socket:
+    """Returns a socket that is bound to its own port, and possibly listening; raises the same errors as `listen`."""
     family, kind, protocol, _, address = _first_address(host_name, port)
     require_secret(str(address[0]), secret)
     listener = socket.socket(family, kind, protocol)

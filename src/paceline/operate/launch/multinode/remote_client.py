@@ -14,17 +14,9 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from paceline.comm.one_port.dialer import dial
+from paceline.comm.one_port.dialer import dial, dial_with_secret
 from paceline.comm.security.encryption import Connection
-from paceline.comm.security.handshake import (
-    TIMEOUT_S,
-    HandshakeUnfinishedError,
-    PeerHello,
-    encrypt_as_client,
-    prove,
-    warn_of_running_job,
-)
-from paceline.comm.security.secret import derive_key, require_secret
+from paceline.comm.security.handshake import HandshakeUnfinishedError, connect_with_secret, warn_of_running_job
 from paceline.errors import RendezvousTimeoutError
 from paceline.operate.diagnosis.clock_offset import Offset, OffsetEstimate
 from paceline.operate.launch.multinode.protocol import (
@@ -180,17 +172,7 @@ def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) ->
         AuthenticationError: The server does not hold the job's secret.
         ValueError: The address is not loopback and there is no secret.
     """
-    plain = dial(address, timeout_s)
-    try:
-        require_secret(plain.getpeername()[0], secret)
-        if plain.getpeername() == plain.getsockname():
-            raise ConnectionRefusedError("no process listens there")
-        connection = encrypt_as_client(plain, secret, TIMEOUT_S)
-        prove(connection, derive_key(secret, CHANNEL), PeerHello(CHANNEL))
-    except BaseException:
-        plain.close()
-        raise
-    return connection
+    return connect_with_secret(dial_with_secret(address, timeout_s, secret), secret, CHANNEL)
 
 
 def warn_of_running_job_at(address: tuple[str, int], timeout_s: float) -> None:
