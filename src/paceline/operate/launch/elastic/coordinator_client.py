@@ -29,7 +29,7 @@ from paceline.operate.launch.elastic_options import ElasticOptions
 from paceline.operate.launch.job import Job
 from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay, DiagnosisCollector
 from paceline.operate.launch.multinode.membership import JobController, MembershipPolicy
-from paceline.operate.launch.multinode.node_connection import JobMovedError, NodeConnection
+from paceline.operate.launch.multinode.node_connection import JobMovedError, NodeConnection, RendezvousClient
 from paceline.operate.launch.multinode.protocol import (
     FollowLauncher,
     FollowResponse,
@@ -48,7 +48,6 @@ from paceline.operate.launch.multinode.protocol import (
 )
 from paceline.operate.launch.multinode.remote_client import (
     DisconnectReason,
-    OrderQueue,
     ServerConnection,
     connect,
     connect_in_time,
@@ -122,7 +121,7 @@ _LOSSES = {
 }
 
 
-class CoordinatorClient:
+class CoordinatorClient(RendezvousClient):
     """A rendezvous client that survives the loss of its server and records data for the next coordinator.
 
     Args:
@@ -132,12 +131,10 @@ class CoordinatorClient:
         standby: The controller that responds to other launchers.
     """
 
-    deadline_s: float | None = None
-
     def __init__(self, connection: Connection, secret: bytes | None, job: Job, standby: StandbyController) -> None:
+        super().__init__()
         self._secret, self._standby = secret, standby
         self._silence_s, self._seeks_s = job.rendezvous.silence_s, job.rendezvous.return_timeout_s
-        self._queue = OrderQueue()
         self._changing = threading.RLock()
         self._state = MachineState(socket.gethostname(), job.workers)
         self._log = MachineLog(self._state)
@@ -160,10 +157,6 @@ class CoordinatorClient:
     def announce_at(self, address: tuple[str, int]) -> None:
         """Starts announcing the running job at the rendezvous address; see `RunningJobAnnouncer`."""
         self._announcer = RunningJobAnnouncer(address, self._secret, self.running, self._standby.is_here)
-
-    def fileno(self) -> int:
-        """Returns a descriptor that is readable while orders are pending."""
-        return self._queue.fileno()
 
     def clock_offset(self) -> Offset | None:
         """Returns the estimated clock offset to the coordinator's machine."""
@@ -188,10 +181,6 @@ class CoordinatorClient:
             told = self._standby.running()
             return JobRunning(known.job) if told is None and self._search.is_seeking else told
 
-    def receive(self) -> list[Order]:
-        """Returns the orders that have arrived."""
-        return self._queue.receive()
-
     def close(self) -> None:
         """Disconnects from the coordinator. Idempotent."""
         if self._announcer is not None:
@@ -202,7 +191,7 @@ class CoordinatorClient:
             wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
-        self._queue.close()
+        super().close()
 
     def _listen_to(self, connection: Connection) -> ServerConnection:
         wire = ServerConnection(
@@ -237,7 +226,7 @@ class CoordinatorClient:
                     self._is_over = isinstance(order, JobEnded | JobMoved)
                     if isinstance(order, StartSlots):
                         self._search.me = order.machine
-                    self._queue.put(order)
+                    self.put(order)
 
     def _learn(self, wire: ServerConnection, knowledge: ReplicatedJobState) -> None:
         self._state.learns(knowledge)
@@ -248,7 +237,7 @@ class CoordinatorClient:
         self._standby.follows(knowledge.coordinator, address)
         if self._search.is_seeking:
             self._search.found()
-            self._queue.put(NotifyOrder(f"machine {knowledge.coordinator} coordinates"))
+            self.put(NotifyOrder(f"machine {knowledge.coordinator} coordinates"))
             if self._log.leave is not None:
                 wire.send(self._log.leave)  # the previous coordinator may not have received the report
         wire.send(StateReplicated(knowledge.views[-1].generation if knowledge.views else 0))
@@ -310,7 +299,7 @@ class CoordinatorClient:
         self._standby.follows(-1, "")
         if is_new:
             self._say_at_s = time.monotonic() + _SAY_AFTER_S
-            self._queue.put(
+            self.put(
                 NotifyOrder(f"the coordinator at {peer} was lost ({why}); looking for another; the workers continue")
             )
         self._begin(self._seek)
@@ -338,7 +327,7 @@ class CoordinatorClient:
                 case Pause(for_s):
                     if time.monotonic() >= self._say_at_s:
                         self._say_at_s = time.monotonic() + _SAY_AGAIN_S
-                        self._queue.put(NotifyOrder(f"still looking for a coordinator: {asked}"))
+                        self.put(NotifyOrder(f"still looking for a coordinator: {asked}"))
                     self._closed.wait(for_s)
                 case TryMachine(number, stand_s):
                     if stand_s:
@@ -395,7 +384,7 @@ class CoordinatorClient:
 
     def _over(self, end: JobEnded) -> None:
         self._is_over = True
-        self._queue.put(end)
+        self.put(end)
 
 
 _PAUSE_S = 0.25

@@ -9,62 +9,85 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.comm.one_port.dialer import DEFAULT_ROUTE_TARGETS, resolver_name, source_address
 from paceline.comm.security.secret import is_loopback
 from paceline.operate.diagnosis.clock_offset import Offset
-from paceline.operate.launch.multinode.membership import JobController, Orders
+from paceline.operate.launch.multinode.membership import JobController
 from paceline.operate.launch.multinode.protocol import Order, Report
 from paceline.operate.launch.multinode.server import RendezvousServer
 
 
-class RendezvousClient(Protocol):
-    """A launcher's access to the rendezvous."""
+class RendezvousClient(ABC):
+    """A launcher's access to the rendezvous, with a queue of orders for the launcher's event loop."""
+
+    def __init__(self) -> None:
+        self._orders: list[Order] = []
+        self._queueing = threading.Lock()
+        self._waiting, self._waking = os.pipe()  # holds one byte while there are orders
+        self._has_queue = True
 
     @property
     def deadline_s(self) -> float | None:
         """The time (monotonic) at which `receive` must be called even if nothing is readable, or None."""
+        return None
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable while there are orders."""
+        return self._waiting
 
+    @abstractmethod
     def clock_offset(self) -> Offset | None:
         """Returns the estimated offset to the clock of the machine that hosts the rendezvous."""
 
+    @abstractmethod
     def send(self, report: Report) -> None:
         """Sends a report without blocking for long.
 
         If the connection is lost, delivers a `JobEnded` and raises no exception.
         """
 
+    def put(self, order: Order) -> None:
+        """Adds an order to the queue, on any thread."""
+        with self._queueing:
+            if self._has_queue:
+                if not self._orders:
+                    os.write(self._waking, b".")
+                self._orders.append(order)
+
     def receive(self) -> list[Order]:
         """Returns the orders that have arrived."""
+        with self._queueing:
+            if self._orders:
+                os.read(self._waiting, 1)
+            orders, self._orders = self._orders, []
+        return orders
 
     def close(self) -> None:
         """Disconnects. Idempotent."""
+        with self._queueing:
+            if self._has_queue:
+                self._has_queue = False
+                os.close(self._waiting)
+                os.close(self._waking)
 
 
-class LocalClient:
+class LocalClient(RendezvousClient):
     """The rendezvous of a job on a single machine; the controller runs in this process."""
 
     def __init__(self, controller: JobController) -> None:
+        super().__init__()
         self._controller = controller
-        self._orders: list[Order] = []
-        self._waiting, self._waking = os.pipe()
-        self._closed = False
 
     @property
     def deadline_s(self) -> float | None:
         """The controller's deadline (monotonic), or None."""
         return self._controller.deadline_s
-
-    def fileno(self) -> int:
-        """Returns a descriptor that is readable while there are orders."""
-        return self._waiting
 
     def clock_offset(self) -> Offset | None:
         """Returns an offset of 0, because the rendezvous is in this process."""
@@ -72,27 +95,14 @@ class LocalClient:
 
     def send(self, report: Report) -> None:
         """Passes a report to the controller."""
-        self._take(self._controller.reported("local", report, time.monotonic()))
+        for _, order in self._controller.reported("local", report, time.monotonic()):
+            self.put(order)
 
     def receive(self) -> list[Order]:
-        """Returns the orders that have arrived."""
-        if self._orders:
-            os.read(self._waiting, 4096)
-        self._take(self._controller.tick(time.monotonic()))
-        orders, self._orders = self._orders, []
-        return orders
-
-    def close(self) -> None:
-        """Closes the pipe. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            os.close(self._waiting)
-            os.close(self._waking)
-
-    def _take(self, orders: Orders) -> None:
-        self._orders += [order for _, order in orders]
-        if orders:
-            os.write(self._waking, b"." * len(orders))
+        """Returns the orders that have arrived, and those that are due."""
+        for _, order in self._controller.tick(time.monotonic()):
+            self.put(order)
+        return super().receive()
 
 
 class JobMovedError(Exception):
@@ -101,21 +111,13 @@ class JobMovedError(Exception):
 
 @dataclass
 class NodeConnection:
-    """A client of the rendezvous, with the address of this node.
-
-    Attributes:
-        client: The client of the rendezvous.
-        address: The address at which other nodes can reach this machine.
-        server: This launcher's rendezvous server, or None. In an elastic job, every launcher runs a server.
-        serves: Whether this launcher hosts the rendezvous.
-        coordinates: A function that returns True while this launcher coordinates an elastic job on several machines.
-    """
+    """A client of the rendezvous, with the address of this node."""
 
     client: RendezvousClient
-    address: str
-    server: RendezvousServer | None = None
-    serves: bool = True
-    coordinates: Callable[[], bool] = lambda: False
+    address: str  # the address at which other nodes can reach this machine
+    server: RendezvousServer | None = None  # in an elastic job, every launcher runs a server
+    serves: bool = True  # whether this launcher hosts the rendezvous
+    coordinates: Callable[[], bool] = lambda: False  # whether this launcher coordinates an elastic job
 
     @property
     def listens(self) -> str:

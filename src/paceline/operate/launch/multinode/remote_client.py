@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import threading
@@ -19,6 +18,7 @@ from paceline.comm.security.encryption import Connection
 from paceline.comm.security.handshake import HandshakeUnfinishedError, connect_with_secret, warn_of_running_job
 from paceline.errors import RendezvousTimeoutError
 from paceline.operate.diagnosis.clock_offset import Offset, OffsetEstimate
+from paceline.operate.launch.multinode.node_connection import RendezvousClient
 from paceline.operate.launch.multinode.protocol import (
     AskTime,
     Heartbeat,
@@ -178,8 +178,7 @@ def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) ->
 def warn_of_running_job_at(address: tuple[str, int], timeout_s: float) -> None:
     """Reports to the launcher at an address, which has another secret, that this launcher's job is running.
 
-    Raises:
-        OSError, HandshakeUnfinishedError: No server is listening on the address.
+    If no server is listening there, an OSError or a HandshakeUnfinishedError is raised.
     """
     with contextlib.closing(dial(address, timeout_s)) as connection:
         warn_of_running_job(connection, timeout_s)
@@ -200,59 +199,16 @@ _ADVICE: dict[type[Exception], str] = {
 }
 
 
-class OrderQueue:
-    """A queue of orders from the receiving threads to the launcher's event loop."""
-
-    def __init__(self) -> None:
-        self._orders: list[Order] = []
-        self._changing = threading.Lock()
-        self._waiting, self._waking = os.pipe()
-        self._is_open = True
-
-    def fileno(self) -> int:
-        """Returns a descriptor that is readable while there are orders."""
-        return self._waiting
-
-    def put(self, order: Order) -> None:
-        """Adds an order."""
-        with self._changing:
-            if self._is_open:
-                self._orders.append(order)
-                os.write(self._waking, b".")
-
-    def receive(self) -> list[Order]:
-        """Returns the orders that have arrived."""
-        with self._changing:
-            if self._orders:
-                os.read(self._waiting, 4096)
-            orders, self._orders = self._orders, []
-        return orders
-
-    def close(self) -> None:
-        """Closes the descriptors. Idempotent."""
-        with self._changing:
-            if self._is_open:
-                self._is_open = False
-                os.close(self._waiting)
-                os.close(self._waking)
-
-
-class RemoteClient:
+class RemoteClient(RendezvousClient):
     """A client whose job ends if the connection to the rendezvous is lost."""
-
-    deadline_s: float | None = None
 
     def __init__(
         self, connection: Connection, silence_s: float, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self._queue = OrderQueue()
-        self._wire = ServerConnection(connection, silence_s, self._queue.put, self._lost, True, clock_ns)
+        super().__init__()
+        self._wire = ServerConnection(connection, silence_s, self.put, self._lost, True, clock_ns)
         self.local_address = self._wire.local_address
         self._wire.start()
-
-    def fileno(self) -> int:
-        """Returns a descriptor that is readable while there are orders."""
-        return self._queue.fileno()
 
     def clock_offset(self) -> Offset | None:
         """Returns the estimated offset to the clock of the machine that hosts the rendezvous."""
@@ -262,17 +218,13 @@ class RemoteClient:
         """Sends a report."""
         self._wire.send(report)
 
-    def receive(self) -> list[Order]:
-        """Returns the orders that have arrived."""
-        return self._queue.receive()
-
     def close(self) -> None:
         """Disconnects. Idempotent."""
         self._wire.close()
-        self._queue.close()
+        super().close()
 
     def _lost(self, _: DisconnectReason, why: str) -> None:
-        self._queue.put(JobEnded(1, lost_at(self._wire.peer, why)))
+        self.put(JobEnded(1, lost_at(self._wire.peer, why)))
 
 
 def lost_at(peer: str, why: str) -> str:
@@ -296,8 +248,7 @@ def connect_in_time(
 
     Raises:
         RendezvousTimeoutError: No launcher hosted the rendezvous in time.
-        AuthenticationError: The server does not hold the job's secret.
-        ValueError: The address is not loopback and there is no secret.
+        AuthenticationError, ValueError: See `connect`.
     """
     started_s = time.monotonic()
     pause_s = _FIRST_PAUSE_S

@@ -1,13 +1,16 @@
-"""The address at which a machine serves the rendezvous, and the descriptors for many workers."""
+"""The address at which a machine serves the rendezvous, its local client, and the descriptors for many workers."""
 
 from __future__ import annotations
 
 import resource
+import select
 import socket
 
 import pytest
 
 from paceline.operate.launch.multinode import node_connection
+from paceline.operate.launch.multinode.membership import Orders
+from paceline.operate.launch.multinode.protocol import NodeStopped, Report, Stop
 from paceline.operate.launch.workers.worker import allow_descriptors
 
 
@@ -48,3 +51,28 @@ def test_descriptors_are_allowed_for_many_workers():
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(1056, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class Restarting:
+    """A controller with orders at every report and tick."""
+
+    deadline_s = None
+
+    def reported(self, node: str, report: Report, now_s: float) -> Orders:
+        return [(node, Stop(1, "first")), (node, Stop(1, "second"))]
+
+    def tick(self, now_s: float) -> Orders:
+        return [("local", Stop(1, "due"))]
+
+
+def test_a_local_client_is_readable_only_while_there_are_orders():
+    client = node_connection.LocalClient(Restarting())
+    for _ in range(3):
+        client.send(NodeStopped("SIGTERM"))
+        assert select.select([client], [], [], 0)[0] == [client]
+        assert [order.reason for order in client.receive()] == ["first", "second", "due"]
+        assert [order.reason for order in client.receive()] == ["due"]
+        assert select.select([client], [], [], 0)[0] == [], "the launcher's event loop would never wait"
+    client.close()
+    client.close()
+    client.send(NodeStopped("SIGTERM"))
