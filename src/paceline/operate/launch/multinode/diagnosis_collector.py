@@ -124,18 +124,11 @@ class ReceivedSnapshot:
 
 @dataclass
 class SnapshotCollection:
-    """A collection of snapshots in progress.
+    """A collection of snapshots in progress."""
 
-    Attributes:
-        missing: The nodes whose snapshots have not arrived yet.
-        deadline_s: The time at which to diagnose the snapshots received so far.
-        last_s: The extended deadline, for use if the snapshots do not reveal the cause by `deadline_s`.
-        pictures: The snapshots, keyed by node.
-    """
-
-    missing: set[str]
-    deadline_s: float
-    last_s: float
+    missing: set[str]  # the nodes whose snapshots have not arrived yet
+    deadline_s: float  # the time at which to diagnose the snapshots received so far
+    last_s: float  # the extended deadline, used if the snapshots do not reveal the cause by `deadline_s`
     pictures: dict[str, ReceivedSnapshot] = field(default_factory=dict)
 
     def add(self, node: str, arrived: ReceivedSnapshot) -> None:
@@ -164,13 +157,9 @@ class HeldDiagnosis:
 
 @dataclass
 class DiagnosisCollector(ControllerMiddleware):
-    """A controller that also handles snapshots; `inner` makes all other decisions.
+    """A controller that also handles snapshots; `inner` makes all other decisions."""
 
-    Attributes:
-        word: The noun for a worker's number in messages, such as "rank".
-    """
-
-    word: str = "rank"
+    word: str = "rank"  # the noun for a worker's number in messages
     _stall: SnapshotCollection | None = None
     _failure: SnapshotCollection | None = None  # at most two per generation: one for the consequence, one for the cause
     _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # final snapshots of exited workers, by node

@@ -42,15 +42,9 @@ from paceline.train.elastic.protocol import NotifyOrder
 def assign_ranks(
     joins: Sequence[JoinJob], generation: int, restart_count: int, max_restarts: int, run_id: str, port: int | None
 ) -> list[Start]:
-    """Returns a Start for each node. Ranks are assigned contiguously, in the order of the nodes.
+    """Returns a Start for each node. Ranks are assigned contiguously, in the order of `joins`.
 
-    Args:
-        joins: The `JoinJob` of each node, in rank order.
-        generation: The number of the generation.
-        restart_count: The number of restarts so far.
-        max_restarts: The maximum number of restarts.
-        run_id: The name of the job.
-        port: The port that the user chose for torch's store, or None to use the port chosen by the first node.
+    `port` is the port that the user chose for torch's store, or None to use the port chosen by the first node.
     """
     sizes = [join.workers for join in joins]
     starts = []
@@ -116,32 +110,18 @@ class MembershipPhase(Enum):
 
 @dataclass(frozen=True)
 class MembershipPolicy:
-    """The settings of the job, taken from the node that hosts the rendezvous. All times are in seconds.
-
-    Attributes:
-        run_id: The name of the job.
-        min_nodes: The minimum number of nodes.
-        max_nodes: The maximum number of nodes.
-        is_static: Whether nodes have fixed numbers and the job ends as soon as any node exits.
-        max_restarts: The maximum number of restarts after failures.
-        last_call_s: The time to wait for more nodes after each arrival, once `min_nodes` have joined.
-        join_timeout_s: The time to wait for `min_nodes` nodes.
-        port: The port that the user chose for torch's store, or None.
-        return_timeout_s: The time to wait for lost machines if an elastic job cannot continue without them.
-        rendezvous_host_first: Whether the node that hosts the rendezvous gets the first ranks, because all other nodes
-            can reach this node.
-    """
+    """The settings of the job, taken from the node that hosts the rendezvous. All times are in seconds."""
 
     run_id: str
     min_nodes: int = 1
     max_nodes: int = 1
-    is_static: bool = False
-    max_restarts: int = 0
-    last_call_s: float = 0.5
-    join_timeout_s: float = 600.0
-    port: int | None = None
-    return_timeout_s: float = 120.0
-    rendezvous_host_first: bool = False
+    is_static: bool = False  # whether nodes have fixed numbers, and the job ends as soon as any node exits
+    max_restarts: int = 0  # the maximum number of restarts after failures
+    last_call_s: float = 0.5  # the time to wait for more nodes after each arrival, once `min_nodes` have joined
+    join_timeout_s: float = 600.0  # the time to wait for `min_nodes` nodes
+    port: int | None = None  # the port that the user chose for torch's store
+    return_timeout_s: float = 120.0  # the time to wait for lost machines that an elastic job needs to continue
+    rendezvous_host_first: bool = False  # whether the node that all others can reach gets the first ranks
 
 
 def pause_s(restarts: int) -> float:

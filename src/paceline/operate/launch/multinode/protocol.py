@@ -36,40 +36,22 @@ class JoinJob(_NodeMessage, frozen=True, tag="Join"):
 
     The tags of `JoinJob` and `JobEnded` never change. A launcher with a different version can therefore receive the
     reason why it was refused.
-
-    Attributes:
-        host: The node's host name.
-        pid: The process id of the node's launcher.
-        address: The address at which other nodes can reach the node.
-        port: The port for torch's store if rank 0 runs on this node.
-        workers: The number of workers on the node.
-        role: The role of the node's workers, as in torchelastic.
-        node_rank: The node's number in a static job, or None.
-        serves: Whether the node hosts the rendezvous.
-        version: The version of Paceline; versions before 0.1.0 do not send it.
-        is_elastic: Whether the launcher was started with `--elastic`.
-        listens: In an elastic job, the address at which other launchers can reach this launcher if it becomes the
-            coordinator.
-        number: The number of the machine if the machine is already part of the job, otherwise -1. If it is not -1, the
-            node sends a `Follow` next.
-        store_port: The port for Paceline's store if rank 0 runs on this node.
-        job: In an elastic job, the identity of the job that the node was ordered to join, or "".
     """
 
     host: str
     pid: Int64
-    address: str
-    port: Int64
-    workers: Int64
-    role: str = "default"
-    node_rank: Int64 | None = None
-    serves: bool = False
-    version: str = ""
-    is_elastic: bool = False
-    listens: str = ""
-    number: Int64 = -1
-    store_port: Int64 = 0
-    job: str = ""
+    address: str  # the address at which other nodes can reach the node
+    port: Int64  # the port for torch's store if rank 0 runs on this node
+    workers: Int64  # the number of workers on the node
+    role: str = "default"  # the role of the node's workers, as in torchelastic
+    node_rank: Int64 | None = None  # the node's number in a static job
+    serves: bool = False  # whether the node hosts the rendezvous
+    version: str = ""  # versions before 0.1.0 do not send it
+    is_elastic: bool = False  # whether the launcher was started with `--elastic`
+    listens: str = ""  # elastic: the address of this launcher for other launchers if it becomes the coordinator
+    number: Int64 = -1  # elastic: the machine's number if it is already part of the job; a `Follow` comes next
+    store_port: Int64 = 0  # the port for Paceline's store if rank 0 runs on this node
+    job: str = ""  # elastic: the identity of the job that the node was ordered to join, or ""
 
 
 class _ForeignJoin(msgspec.Struct, frozen=True):
@@ -110,10 +92,7 @@ class NodeStopped(_NodeMessage, frozen=True):
 
 
 class ExitNotice(_NodeMessage, frozen=True):
-    """Elastic report: the node's launcher is about to exit.
-
-    Once the node's workers have exited, the launcher leaves the job or hands over the coordination.
-    """
+    """Elastic report: the launcher leaves the job, or hands over the coordination, once its workers have exited."""
 
 
 class WorkerStarted(_NodeMessage, frozen=True):
@@ -152,29 +131,20 @@ class Slots(_NodeMessage, frozen=True):
 
 
 class Follow(_NodeMessage, frozen=True):
-    """Elastic report: a machine that is already part of the job now follows this launcher.
-
-    Attributes:
-        report: The state of the machine.
-        failures: The failures that the machine has reported or was ordered to store.
-    """
+    """Elastic report: a machine that is already part of the job now follows this launcher."""
 
     report: MachineReport
-    failures: tuple[WorkerFailure, ...] = ()
+    failures: tuple[WorkerFailure, ...] = ()  # the failures that it has reported or was ordered to store
 
 
 class JobRunning(_NodeMessage, frozen=True):
     """Elastic report: a notice to the launcher at the rendezvous address that a job is already running.
 
     A launcher that is part of that job responds with a FollowResponse. Any other launcher does not respond.
-
-    Attributes:
-        job: The identity of the job.
-        address: The address of the job's coordinator, or "" while the job's launchers search for a new coordinator.
     """
 
-    job: str
-    address: str = ""
+    job: str  # the identity of the job
+    address: str = ""  # the coordinator's address, or "" while the job's launchers search for a coordinator
 
 
 class StateReplicated(_NodeMessage, frozen=True):
@@ -188,18 +158,12 @@ class SnapshotReport(_NodeMessage, frozen=True):
 
     The node sends a snapshot on request, if a call takes too long, if a worker fails, and after its workers have
     exited. The node also sends a report with an empty `body` when stalled calls resume.
-
-    Attributes:
-        body: The snapshot, encoded by `operate/diagnosis/machine_snapshot.py`.
-        is_last: Whether the workers have exited.
-        is_failure: Whether a worker has failed, on this node or on the node for which the snapshot was requested.
-        is_short: Whether the workers have finished, but ran too briefly for a straggler search.
     """
 
-    body: str
-    is_last: bool = False
-    is_failure: bool = False
-    is_short: bool = False
+    body: str  # the snapshot, encoded by `operate/diagnosis/machine_snapshot.py`
+    is_last: bool = False  # whether the workers have exited
+    is_failure: bool = False  # whether a worker has failed, on this node or on the one that caused the request
+    is_short: bool = False  # whether the workers have finished, but ran too briefly for a straggler search
 
 
 class DashboardWatched(_NodeMessage, frozen=True):
@@ -223,10 +187,7 @@ class Heartbeat(_NodeMessage, frozen=True):
 
 
 class AskTime(_NodeMessage, frozen=True):
-    """Report: a request for the time on the machine that hosts the rendezvous.
-
-    `asked_ns` is CLOCK_MONOTONIC on the node.
-    """
+    """Report: a request for the time on the rendezvous's machine. `asked_ns` is CLOCK_MONOTONIC on the node."""
 
     asked_ns: Int64
 
@@ -239,39 +200,22 @@ class TellTime(_NodeMessage, frozen=True):
 
 
 class Start(_NodeMessage, frozen=True):
-    """Order: start the workers of a generation.
-
-    Attributes:
-        generation: The number of the generation.
-        restart_count: The number of restarts so far.
-        max_restarts: The maximum number of restarts.
-        run_id: The name of the job.
-        group_rank: The number of this node.
-        group_world_size: The number of nodes.
-        first_rank: The first rank on this node.
-        world_size: The total number of workers.
-        role_first_rank: The first rank on this node within the workers' role.
-        role_world_size: The total number of workers in that role.
-        master_addr: The address of the node with rank 0.
-        master_port: The port of torch's store at `master_addr`.
-        hosts: The host names of all nodes, in rank order.
-        store_port: The port of Paceline's store at `master_addr`; 0 on a single machine.
-    """
+    """Order: start the workers of a generation."""
 
     generation: Int64
     restart_count: Int64
     max_restarts: Int64
     run_id: str
-    group_rank: Int64
-    group_world_size: Int64
-    first_rank: Int64
-    world_size: Int64
-    role_first_rank: Int64
-    role_world_size: Int64
-    master_addr: str
-    master_port: Int64
-    hosts: tuple[str, ...] = ()
-    store_port: Int64 = 0
+    group_rank: Int64  # the number of this node
+    group_world_size: Int64  # the number of nodes
+    first_rank: Int64  # the first rank on this node
+    world_size: Int64  # the total number of workers
+    role_first_rank: Int64  # the first rank on this node within the workers' role
+    role_world_size: Int64  # the total number of workers in that role
+    master_addr: str  # the address of the node with rank 0
+    master_port: Int64  # the port of torch's store at `master_addr`
+    hosts: tuple[str, ...] = ()  # the host names of all nodes, in rank order
+    store_port: Int64 = 0  # the port of Paceline's store at `master_addr`; 0 on a single machine
 
 
 class Stop(_NodeMessage, frozen=True):
@@ -286,21 +230,13 @@ class Stop(_NodeMessage, frozen=True):
 
 
 class StartSlots(_NodeMessage, frozen=True):
-    """Elastic order: start a worker in each slot.
+    """Elastic order: start a worker in each slot."""
 
-    Attributes:
-        machine: The number of the node's machine, which is never reused.
-        first_slot: The number of the node's first slot.
-        slots: The total number of slots on all connected nodes.
-        run_id: The name of the job.
-        store: The address of the workers' store, or "" if the node must serve its own store.
-    """
-
-    machine: Int64
-    first_slot: Int64
-    slots: Int64
+    machine: Int64  # the number of the node's machine, which is never reused
+    first_slot: Int64  # the number of the node's first slot
+    slots: Int64  # the total number of slots on all connected nodes
     run_id: str
-    store: str = ""
+    store: str = ""  # the address of the workers' store, or "" if the node must serve its own store
 
 
 class RecordFailures(_NodeMessage, frozen=True):
@@ -317,21 +253,12 @@ class FollowLauncher(_NodeMessage, frozen=True):
 
 
 class FollowResponse(_NodeMessage, frozen=True):
-    """Elastic order: the response to a launcher that requests to follow this one.
+    """Elastic order: the response to a launcher that requests to follow this one."""
 
-    Attributes:
-        is_welcome: Whether the launcher may follow this one.
-        number: The number of the machine that this launcher follows, possibly this launcher's own machine; -1 if there
-            is none.
-        address: The address of the launcher on machine `number`.
-        is_stranger: Whether this launcher is not part of the job. If so, the previous launcher at this address has
-            exited.
-    """
-
-    is_welcome: bool
-    number: Int64
-    address: str = ""
-    is_stranger: bool = False
+    is_welcome: bool  # whether the launcher may follow this one
+    number: Int64  # the machine that this launcher follows, possibly its own; -1 if there is none
+    address: str = ""  # the address of the launcher on machine `number`
+    is_stranger: bool = False  # whether this launcher is not part of the job; the previous one has then exited
 
 
 class JobMoved(_NodeMessage, frozen=True):
@@ -358,37 +285,23 @@ class RequestSnapshot(_NodeMessage, frozen=True):
 class UserMessage(_NodeMessage, frozen=True):
     """Order: print a diagnosis for the user.
 
-    Attributes:
-        text: A sentence for the user.
-        is_last: Whether to print the text at the end of the job, after the report of the failures.
-        is_headline: Whether a text that is printed at the end of the job precedes the report of the failures, because
-            none of these failures is the cause.
-        is_stall: Whether the text explains a stall.
-        is_failure: Whether the text explains a failure. A text that explains neither a stall nor a failure reports the
-            end of a stall.
-        blamed: The ranks that caused the stall or the failure.
+    A text that explains neither a stall nor a failure reports the end of a stall.
     """
 
     text: str
-    is_last: bool = False
-    is_headline: bool = False
-    is_stall: bool = False
-    is_failure: bool = False
-    blamed: tuple[Int64, ...] = ()
+    is_last: bool = False  # whether to print the text at the end of the job, after the report of the failures
+    is_headline: bool = False  # whether it comes before that report instead, because no failure is the cause
+    is_stall: bool = False  # whether the text explains a stall
+    is_failure: bool = False  # whether the text explains a failure
+    blamed: tuple[Int64, ...] = ()  # the ranks that caused the stall or the failure
 
 
 class JobEnded(_NodeMessage, frozen=True, tag="End"):
-    """Order: the job has ended.
-
-    Attributes:
-        code: The launcher's exit code.
-        reason: A sentence for the user, or "".
-        failures: The failures that ended the job.
-    """
+    """Order: the job has ended, and the launcher exits with `code`. `reason` is a sentence for the user, or ""."""
 
     code: Int64
     reason: str = ""
-    failures: tuple[WorkerFailure, ...] = ()
+    failures: tuple[WorkerFailure, ...] = ()  # the failures that ended the job
 
 
 Report = (
@@ -450,11 +363,7 @@ class MessageError(ValueError):
 
 
 def encode(message: Message) -> bytes:
-    """Encodes a message, preceded by its length.
-
-    Raises:
-        MessageError: The message is too long.
-    """
+    """Encodes a message, preceded by its length; a message that is too long raises a MessageError."""
     try:
         body = msgspec.json.encode(message)
     except UnicodeEncodeError:  # a traceback or a path may contain bytes that are not valid UTF-8
@@ -465,10 +374,9 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """Decodes a message. If a JoinJob has a different version, only the fields needed to refuse it are read.
+    """Decodes a message, or raises a MessageError.
 
-    Raises:
-        MessageError: `body` is not a valid message.
+    If a JoinJob has a different version, only the fields needed to refuse it are read.
     """
     try:
         message: Message = decode_untrusted(_message.decode, body)
@@ -502,11 +410,7 @@ class Inbox:
     received: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> list[Message]:
-        """Adds received bytes and returns the complete messages.
-
-        Raises:
-            MessageError: The bytes do not form a valid message.
-        """
+        """Adds received bytes and returns the complete messages; an invalid message raises a MessageError."""
         self.received += data
         messages = []
         while len(self.received) >= _LENGTH.size:

@@ -87,7 +87,6 @@ class _Node:
             return False
 
     def send(self, message: Order) -> None:
-        """Sends a complete message, or sets `fault`."""
         with self._sending:
             if not self.fault:
                 try:
@@ -108,13 +107,9 @@ class _Node:
 
 
 def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: float) -> str:
-    """Returns the reason why a node is considered lost.
+    """Returns the reason why a node that has been silent for longer than `limit_s` is considered lost.
 
-    Args:
-        silent_s: The time since the node's last message, in seconds.
-        elsewhere_s: The times since the last message from each node on another machine, including the silent node, in
-            seconds.
-        limit_s: The maximum silence, in seconds.
+    `elsewhere_s` contains the time since the last message from each node on another machine, including the silent one.
     """
     text = f"nothing was received from it for {silent_s:.1f} s"
     if elsewhere_s and min(elsewhere_s) > limit_s / 2:
