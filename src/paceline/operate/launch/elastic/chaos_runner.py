@@ -17,12 +17,9 @@ from paceline.operate.launch.elastic_options import Chaos, ChaosAction, actions_
 
 
 def disconnect_worker(pid: int, pidfd: int) -> int:
-    """Shuts down a process's TCP connections to other machines; returns the number of connections.
+    """Shuts down a process's TCP connections to other machines, like a router that drops them; returns their number.
 
-    This simulates a router that drops its connections.
-
-    Raises:
-        OSError: The kernel denies access to the process.
+    If the kernel denies access to the process, an OSError is raised.
     """
     count = 0
     for name in os.listdir(f"/proc/{pid}/fd"):
@@ -118,11 +115,8 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 class ChaosRunner:
     """Applies chaos actions to the workers on one machine. Starts when the first of these workers enters a view.
 
-    Args:
-        chaos: The kinds of actions and their frequencies.
-        machine: The number of this machine, which determines the random times.
-        spared: The number of participating workers to spare, because the training state is lost if none remains.
-        say: A function that prints a line for the user.
+    `machine` determines the random times. `spared` participating workers are spared, because the training state is lost
+    if none remains.
     """
 
     def __init__(self, chaos: Chaos, machine: int, spared: int, say: Callable[[str], None]) -> None:

@@ -47,7 +47,6 @@ from paceline.operate.launch.multinode.protocol import (
     encode,
 )
 from paceline.operate.launch.multinode.remote_client import (
-    DisconnectReason,
     ServerConnection,
     connect,
     connect_in_time,
@@ -84,11 +83,7 @@ class LauncherUnreachableError(Exception):
 
 
 def connect_to_launcher(address: str, secret: bytes | None, timeout_s: float) -> Connection:
-    """Connects to the launcher at an address such as `node1:29500`.
-
-    Raises:
-        LauncherUnreachableError: The connection failed.
-    """
+    """Connects to the launcher at an address such as `node1:29500`, or raises a LauncherUnreachableError."""
     host, _, port = address.rpartition(":")
     try:
         return connect((host.strip("[]"), int(port)), secret, timeout_s)
@@ -99,7 +94,7 @@ def connect_to_launcher(address: str, secret: bytes | None, timeout_s: float) ->
 
 
 def addresses_of(known: ReplicatedJobState) -> dict[int, str]:
-    """Returns the addresses of launchers that may be alive, keyed by machine number."""
+    """Returns the addresses of launchers that may be alive, by machine number."""
     return {peer.number: peer.address for peer in known.peers if peer.number not in known.ended}
 
 
@@ -114,21 +109,12 @@ _DIAL_S = 0.5
 _ANSWER_S = 1.0
 _TAKES_OVER_S = 2.0  # time during which a coordinator's designated successor remains a candidate
 _SAY_AFTER_S, _SAY_AGAIN_S = 2.0, 15.0
-_LOSSES = {
-    DisconnectReason.ENDED: ConnectionLoss.ENDED,
-    DisconnectReason.RESET: ConnectionLoss.RESET,
-    DisconnectReason.SILENT: ConnectionLoss.SILENT,
-}
 
 
 class CoordinatorClient(RendezvousClient):
     """A rendezvous client that survives the loss of its server and records data for the next coordinator.
 
-    Args:
-        connection: The connection to the launcher that currently hosts the rendezvous.
-        secret: The job's secret.
-        job: The job's description.
-        standby: The controller that responds to other launchers.
+    `standby` responds to the other launchers.
     """
 
     def __init__(self, connection: Connection, secret: bytes | None, job: Job, standby: StandbyController) -> None:
@@ -198,7 +184,7 @@ class CoordinatorClient(RendezvousClient):
             connection,
             self._silence_s,
             lambda order: self._on_order(wire, order),
-            lambda how, why: self._on_lost(wire, how, why),
+            lambda loss, why: self._on_lost(wire, loss, why),
         )
         self._wire, self._leads, self._was_dropped = wire, False, False
         wire.start()
@@ -242,7 +228,7 @@ class CoordinatorClient(RendezvousClient):
                 wire.send(self._log.leave)  # the previous coordinator may not have received the report
         wire.send(StateReplicated(knowledge.views[-1].generation if knowledge.views else 0))
 
-    def _on_lost(self, wire: ServerConnection, how: DisconnectReason, why: str) -> None:
+    def _on_lost(self, wire: ServerConnection, loss: ConnectionLoss, why: str) -> None:
         with self._changing:
             if self._wire is not wire or self._is_over or self._closed.is_set():
                 return
@@ -257,7 +243,8 @@ class CoordinatorClient(RendezvousClient):
             if self._log.leave is not None or self._state.number < 0 or not self._state.knowledge.views:
                 self._over(JobEnded(1, lost_at(wire.peer, why)))
                 return
-            loss = ConnectionLoss.DROPPED if self._was_dropped else _LOSSES[how]
+            if self._was_dropped:
+                loss = ConnectionLoss.DROPPED
             if not self._leads and loss in (ConnectionLoss.ENDED, ConnectionLoss.RESET):
                 # that machine's workers may have received views that this launcher has not received
                 loss = ConnectionLoss.SILENT
@@ -395,11 +382,12 @@ class RunningJobAnnouncer:
     """Announces a running job at the rendezvous address while none of the job's launchers listens there.
 
     A supervisor might restart the job's first launcher with the same command. The restarted launcher does not have the
-    addresses of the other launchers, but these launchers have the rendezvous address. Announcements are sent from a
-    separate thread. A launcher with another secret only receives a warning, which is not authenticated.
+    addresses of the other launchers, but these launchers have the rendezvous address, and resolve its host name again
+    for each announcement. Announcements are sent from a separate thread. A launcher with another secret only receives a
+    warning, which is not authenticated.
 
     Args:
-        address: The rendezvous address. Its host name is resolved again for each announcement.
+        address: The rendezvous address.
         secret: The job's secret.
         running: A function that returns the notice to send, or None while this launcher must not send a notice.
         is_here: A function that returns True if this launcher coordinates the job and a given machine is connected.
@@ -501,9 +489,7 @@ def join_elastic(
 def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], address: tuple[str, int]) -> Connection:
     """Connects to the coordinator of the job, or to the rendezvous.
 
-    Raises:
-        JobMovedError: The running job's coordinator has changed, or the job has ended.
-        RendezvousTimeoutError: No launcher hosted the rendezvous before the timeout.
+    If the running job's coordinator has changed, or the job has ended, a JobMovedError is raised.
     """
     rendezvous = job.rendezvous
     if rendezvous.running is None:

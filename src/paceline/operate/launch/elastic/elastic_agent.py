@@ -210,7 +210,6 @@ class ElasticAgent(Launcher):
             self._tell_of_frozen(now_s)
 
     def _on_start(self, member: PoolWorker) -> None:
-        """Reports that a worker's process has started."""
         assert member.worker is not None
         self._cleanup.watch(member.worker.pid)
         self._exits.began(member)
@@ -238,7 +237,6 @@ class ElasticAgent(Launcher):
         self._connection.client.send(WorkerMessage(member.uid, message))
 
     def _tell(self, uid: str, message: ToWorker) -> None:
-        """Forwards a message from the coordinator to a worker."""
         member = self._members.by_uid(uid) if self._members is not None else None
         if member is None:
             return
@@ -448,16 +446,7 @@ class WorkerExits:
         decision: ReplaceWorker | CloseSlot,
         is_over: bool,
     ) -> None:
-        """Reports a worker's exit and its consequence.
-
-        Args:
-            member: The worker that has exited.
-            code: The worker's exit code.
-            fate: The cause of the exit.
-            failure: The failure, or None.
-            decision: The decision on whether to replace the worker.
-            is_over: Whether the job is ending.
-        """
+        """Reports a worker's exit and its consequence. `is_over` means that the job is ending."""
         if failure is not None and (fate in (ExitCause.FAILED, ExitCause.REFUSED) or member.life.has_finished):
             self.failures.append(failure)
         is_expected = fate in (ExitCause.LEFT, ExitCause.RELEASED) or member.life.took_part_s is None

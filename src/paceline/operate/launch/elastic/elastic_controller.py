@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from paceline.operate.launch.elastic.machine_log import ReportedFailures
 from paceline.operate.launch.elastic_options import ElasticOptions
 from paceline.operate.launch.failures import WorkerFailure, shortened
-from paceline.operate.launch.multinode.membership import MembershipPolicy, Orders, incompatibility
+from paceline.operate.launch.multinode.membership import (
+    MembershipPolicy,
+    Orders,
+    gathering_notice,
+    gathering_timeout,
+    incompatibility,
+)
 from paceline.operate.launch.multinode.protocol import (
     ExitNotice,
     Follow,
@@ -75,21 +81,13 @@ class ConnectedMachine:
 
 @dataclass
 class MachineRegistry:
-    """The machines in the job, each with a unique number.
+    """The machines in the job, each with a unique number."""
 
-    Attributes:
-        is_lone: Whether the job is limited to a single machine.
-        here: The connected machines, keyed by node.
-        away: The lost machines, whose slots remain reserved.
-        count: The number of machine numbers assigned so far.
-        home: The number of the coordinator's machine, or -1 until enough machines have joined.
-    """
-
-    is_lone: bool
-    here: dict[str, ConnectedMachine] = field(default_factory=dict)
-    away: list[ConnectedMachine] = field(default_factory=list)
-    count: int = 0
-    home: int = -1
+    is_lone: bool  # whether the job is limited to a single machine
+    here: dict[str, ConnectedMachine] = field(default_factory=dict)  # the connected machines, by node
+    away: list[ConnectedMachine] = field(default_factory=list)  # the lost machines, whose slots remain reserved
+    count: int = 0  # the number of machine numbers assigned so far
+    home: int = -1  # the number of the coordinator's machine, or -1 until enough machines have joined
 
     def add(self, node: str, join: JoinJob) -> ConnectedMachine:
         """Adds a machine that joins for the first time."""
@@ -99,8 +97,7 @@ class MachineRegistry:
 
     def returns(self, node: str, join: JoinJob, report: MachineReport) -> ConnectedMachine:
         """Adds a machine that has reconnected."""
-        for before in [name for name, machine in self.here.items() if machine.number == report.number]:
-            del self.here[before]
+        self.here = {name: machine for name, machine in self.here.items() if machine.number != report.number}
         self.away = [machine for machine in self.away if machine.number != report.number]
         self.here[node] = found = ConnectedMachine(join, report.number, report.slots, report.first_slot)
         return found
@@ -115,8 +112,8 @@ class MachineRegistry:
 
     def listens(self, number: int) -> str:
         """Returns the address at which other launchers can reach a machine's launcher, or "" if unknown."""
-        found = (machine.join.listens for machine in [*self.here.values(), *self.away] if machine.number == number)
-        return next(found, "")
+        machines = [*self.here.values(), *self.away]
+        return next((machine.join.listens for machine in machines if machine.number == number), "")
 
     def store(self) -> str | None:
         """Returns the address of the workers' store, or None while the machine that serves it is disconnected."""
@@ -152,21 +149,13 @@ ORDERLY_SIGNAL = signal.SIGTERM  # the machine leaves at the end of a step, whic
 
 @dataclass
 class ShutdownPlan:
-    """State machine for the shutdown of this launcher. Uses neither processes nor a clock.
+    """State machine for the shutdown of this launcher. Uses neither processes nor a clock."""
 
-    Attributes:
-        is_shared: Whether the job may include other machines.
-        number: The signal that requested the shutdown, or None.
-        insists: Whether a second signal has arrived.
-        took_part: Whether a worker on this machine has entered a view.
-        has_left: Whether this launcher has reported to the coordinator that its workers have exited.
-    """
-
-    is_shared: bool
-    number: signal.Signals | None = None
-    insists: bool = False
-    took_part: bool = False
-    has_left: bool = False
+    is_shared: bool  # whether the job may include other machines
+    number: signal.Signals | None = None  # the signal that requested the shutdown
+    insists: bool = False  # whether a second signal has arrived
+    took_part: bool = False  # whether a worker on this machine has entered a view
+    has_left: bool = False  # whether this launcher has reported to the coordinator that its workers have exited
 
     def announced(self) -> list[Report]:
         """Returns the reports to send to the coordinator after the first signal."""
@@ -202,13 +191,6 @@ class ElasticController:
     """The controller of an elastic job, with its machines and the failures for the final report.
 
     The controller waits until enough machines have joined; the coordinator makes all other decisions.
-
-    Attributes:
-        policy: The settings of the rendezvous.
-        options: The options of the elastic job.
-        started_s: The time at which the job began.
-        successor: The next coordinator's machine number and launcher address, or None.
-        identity: The identity of the job.
     """
 
     policy: MembershipPolicy
@@ -276,12 +258,8 @@ class ElasticController:
     ) -> Orders:
         """Takes over a job, and restores its state from the reports of the machines that follow this launcher.
 
-        Args:
-            home: The number of this machine.
-            reports: The reports from the machines, keyed by machine number.
-            joins: The node and the `JoinJob` of each machine, keyed by machine number.
-            failures: The failures that the machines have recorded.
-            now_s: The current time, in seconds.
+        `home` is the number of this machine. `reports`, and `joins` with each machine's node and `JoinJob`, have
+        machine numbers as keys. `failures` are those that the machines have recorded.
         """
         machines, known = self._machines, merge_reports(reports.values())
         machines.home, self._is_gathered, self._has_spoken, self.identity = home, True, True, known.job
@@ -391,13 +369,8 @@ class ElasticController:
         if self._is_gathered:
             given = self._coordinator.tick(now_s)
         elif now_s >= self.started_s + self.policy.join_timeout_s:
-            hosts = [machine.join.host for machine in self._machines.here.values()]
-            why = (
-                f"waited {self.policy.join_timeout_s:.0f} s for {self.policy.min_nodes} machines; {len(hosts)} arrived "
-                f"({', '.join(hosts) or 'none'}). Look at the output of the others; --rdzv-conf join_timeout=SECONDS "
-                "sets a longer wait"
-            )
-            given = [EndOrder(1, why)]
+            joins = [machine.join for machine in self._machines.here.values()]
+            given = [EndOrder(1, gathering_timeout(joins, self.policy))]
         if self._foreign_hosts and self._coordinator.hold_back(0.0):  # there is no view yet
             given = [_explained(order, self._foreign_hosts) for order in given]
         return [*warnings, *self._carry(given)]
@@ -415,11 +388,9 @@ class ElasticController:
         self._machines.add(node, join)
         if self._is_gathered:
             return self._take_in(node, now_s)
-        machines, wanted = self._machines, self.policy.min_nodes
-        if len(machines.here) < wanted or machines.store() is None:
-            return [
-                (node, NotifyOrder(f"{len(machines.here)} of {wanted} machines have joined; waiting for the others"))
-            ]
+        machines = self._machines
+        if len(machines.here) < self.policy.min_nodes or machines.store() is None:
+            return [(node, gathering_notice(len(machines.here), self.policy))]
         self._is_gathered = True
         machines.home = next(machine.number for machine in machines.here.values() if machine.join.serves)
         if not machines.is_lone:

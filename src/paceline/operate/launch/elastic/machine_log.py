@@ -195,19 +195,12 @@ class ReportedFailures:
 
 @dataclass
 class MachineLog:
-    """This machine's state and its `JoinJob`, with the failures for the final report.
-
-    Attributes:
-        account: The state of the machine.
-        blame: The failures for the final report.
-        join: The report with which the machine joined, or None.
-        leave: The report with which the machine leaves, or None.
-    """
+    """This machine's state and its `JoinJob`, with the failures for the final report."""
 
     account: MachineState
     blame: ReportedFailures = field(default_factory=ReportedFailures)
-    join: JoinJob | None = None
-    leave: NodeStopped | None = None
+    join: JoinJob | None = None  # the report with which the machine joined
+    leave: NodeStopped | None = None  # the report with which the machine leaves
 
     def reported(self, report: Report) -> None:
         """Records a report from this launcher to the coordinator."""

@@ -24,12 +24,8 @@ from paceline.train.elastic.coordinator.election import Candidacy
 class StandbyController:
     """The controller of this launcher's server: coordinates the job, is a candidate, or redirects other launchers.
 
-    Methods are called by the serving thread and by the thread that searches for a coordinator.
-
-    Args:
-        policy: The settings of the rendezvous.
-        options: The elastic options.
-        controller: The controller if this launcher coordinates the job from the start, otherwise None.
+    Methods are called by the serving thread and by the thread that searches for a coordinator. `controller` is None
+    unless this launcher coordinates the job from the start.
     """
 
     def __init__(self, policy: MembershipPolicy, options: ElasticOptions, controller: ElasticController | None) -> None:
@@ -41,7 +37,6 @@ class StandbyController:
         self._job, self._number = "", -1
         self._nodes: dict[str, int] = {}  # machine numbers of followers during a candidacy, by node
         self._said: list[tuple[str, Report]] = []  # reports received during a candidacy
-        self._orders: Orders = []
         self._changing = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
 

@@ -64,7 +64,7 @@ class WorkerChannel:
     def pair(
         cls, selector: selectors.BaseSelector, on_datagram: Callable[[bytes], None]
     ) -> tuple[WorkerChannel, socket.socket]:
-        """Creates a channel; returns the channel and the worker's end of the socket pair."""
+        """Returns a channel and the worker's end of its socket pair."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours, selector, on_datagram), theirs
 
@@ -182,8 +182,7 @@ class WorkerResources:
     ) -> WorkerContext:
         """Creates the resources, adds variables to `environment`, and returns the workers' common context.
 
-        Raises:
-            OSError: The store cannot be served.
+        If the store cannot be served, an OSError is raised.
         """
         served = begin.store
         if not served:
@@ -313,8 +312,7 @@ class WorkerPool:
     def add(self, slot: int) -> None:
         """Starts a worker in an empty slot. `on_start` is called once the process has started.
 
-        Raises:
-            OSError: The limit on descriptors or processes is reached.
+        If the limit on descriptors or processes is reached, an OSError is raised.
         """
         attempt = self._attempts.get(slot, 0)
         self._attempts[slot] = attempt + 1

@@ -10,10 +10,9 @@ import signal
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from paceline.operate.launch.multinode import membership
 from paceline.train.elastic.protocol import LEFT_OUT, FromWorker, LeaveNotice, LoopFinished, ViewInstalled
 
-FIRST_PAUSE_S = 0.25
-LONGEST_PAUSE_S = 30.0
 SOON_S = 60.0  # a failure within this time after the worker entered a view counts as "soon"
 # Limits on consecutive failures, after which a slot is closed.
 MOST_SOON = 3  # maximum number of failures soon after entering a view
@@ -38,23 +37,14 @@ class ExitCause(Enum):
 
 @dataclass
 class WorkerHistory:
-    """The events that determine how a worker's exit is handled.
+    """The events that determine how a worker's exit is handled."""
 
-    Attributes:
-        took_part_s: The time at which the worker first entered a view, or None.
-        is_leaving: Whether the worker has announced its departure.
-        has_finished: Whether the worker's training loop has completed.
-        dismissed: The exit code assigned by the coordinator when it dismissed the worker, or None.
-        is_stalled: Whether the worker was reported to the coordinator as stopped.
-        is_fenced: Whether the launcher killed the worker because it was stopped.
-    """
-
-    took_part_s: float | None = None
-    is_leaving: bool = False
-    has_finished: bool = False
-    dismissed: int | None = None
-    is_stalled: bool = False
-    is_fenced: bool = False
+    took_part_s: float | None = None  # the time at which the worker first entered a view
+    is_leaving: bool = False  # whether the worker has announced its departure
+    has_finished: bool = False  # whether the worker's training loop has completed
+    dismissed: int | None = None  # the exit code assigned by the coordinator when it dismissed the worker
+    is_stalled: bool = False  # whether the worker was reported to the coordinator as stopped
+    is_fenced: bool = False  # whether the launcher killed the worker because it was stopped
 
     def heard(self, message: FromWorker, now_s: float) -> None:
         """Records a message from the worker."""
@@ -68,11 +58,9 @@ class WorkerHistory:
 
 
 def exit_cause_of(life: WorkerHistory, exit_code: int, has_record: bool, is_out_of_memory: bool) -> ExitCause:
-    """Returns the cause of a worker's exit.
+    """Returns the cause of a worker's exit; the exit code is negative if a signal terminated the worker.
 
     Args:
-        life: The history of the worker.
-        exit_code: The exit code, as reported by `subprocess`: negative if a signal terminated the worker.
         has_record: Whether the worker recorded an exception other than KeyboardInterrupt.
         is_out_of_memory: Whether the kernel's out-of-memory killer killed the worker.
     """
@@ -150,16 +138,13 @@ class SlotHistory:
 
 def pause_s(in_a_row: int) -> float:
     """Returns the pause after the n-th consecutive failure: 0 s, then 0.25 s, 0.5 s, up to 30 s."""
-    return 0.0 if in_a_row < 2 else min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(in_a_row - 2, 30))
+    return 0.0 if in_a_row < 2 else membership.pause_s(in_a_row - 1)
 
 
 class SlotTable:
     """The slots on a machine. Initially, all of them are due for a worker.
 
-    Args:
-        count: The number of slots.
-        now_s: The current time, in seconds.
-        most_replacements: The maximum number of replacements on this machine, or None for no limit.
+    `most_replacements` limits the number of replacements on this machine.
     """
 
     def __init__(self, count: int, now_s: float, most_replacements: int | None = None) -> None:

@@ -15,7 +15,7 @@ the next generation counts as a restart, unless a lost node explains the failure
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -179,12 +179,8 @@ class Membership:
         self._last_arrival_s = now_s
         if self.phase is MembershipPhase.GATHERING:
             orders = self._gather(now_s)
-            count, wanted = len(self.nodes), self.policy.min_nodes
-            if count < wanted:
-                orders = [
-                    *orders,
-                    (node, NotifyOrder(f"{count} of {wanted} machines have joined; waiting for the others")),
-                ]
+            if len(self.nodes) < self.policy.min_nodes:
+                orders.append((node, gathering_notice(len(self.nodes), self.policy)))
             return orders
         if (
             self.phase is MembershipPhase.RUNNING
@@ -197,13 +193,11 @@ class Membership:
 
     def failed(self, node: str, report: WorkerFailed, now_s: float) -> Orders:
         """Records the first failure among a node's workers; a call to `stopped` follows."""
-        if report.generation != self.generation or self.phase not in (
-            MembershipPhase.RUNNING,
-            MembershipPhase.STOPPING,
-        ):
+        is_open = self.phase in (MembershipPhase.RUNNING, MembershipPhase.STOPPING)
+        if report.generation != self.generation or not is_open:
             return []
-        self._failures.append(report.failure)
         failure = report.failure
+        self._failures.append(failure)
         if self.phase is MembershipPhase.STOPPING:
             return []
         return self._stop(f"rank {failure.rank} failed on {failure.host}", but=node)
@@ -263,26 +257,15 @@ class Membership:
         return None
 
     def _gather(self, now_s: float) -> Orders:
-        policy = self.policy
-        there = len(self.nodes)
-        if there >= policy.max_nodes or (
-            there >= policy.min_nodes and now_s >= self._last_arrival_s + policy.last_call_s
-        ):
-            return self._start(now_s)
-        if there >= policy.min_nodes:
-            self.deadline_s = self._last_arrival_s + policy.last_call_s
-            return []
-        until_s = self.started_s + policy.join_timeout_s
-        if now_s < until_s:
+        policy, there = self.policy, len(self.nodes)
+        is_enough = there >= policy.min_nodes
+        until_s = self._last_arrival_s + policy.last_call_s if is_enough else self.started_s + policy.join_timeout_s
+        if there < policy.max_nodes and now_s < until_s:
             self.deadline_s = until_s
             return []
-        hosts = ", ".join(join.host for join in self.nodes.values()) or "none"
-        waited = f"waited {policy.join_timeout_s:.0f} s for {policy.min_nodes} machines; {there} arrived ({hosts})"
-        return self._end(
-            JobEnded(
-                1, f"{waited}. Look at the output of the others; --rdzv-conf join_timeout=SECONDS sets a longer wait"
-            )
-        )
+        if is_enough:
+            return self._start(now_s)
+        return self._end(JobEnded(1, gathering_timeout(self.nodes.values(), policy)))
 
     def _start(self, now_s: float) -> Orders:
         if self.policy.is_static:
@@ -363,6 +346,20 @@ class Membership:
         self.phase = MembershipPhase.OVER
         self.deadline_s = None
         return [(node, end) for node in self.nodes]
+
+
+def gathering_notice(count: int, policy: MembershipPolicy) -> NotifyOrder:
+    """Returns the notice that machines are missing, given the number of those that have joined."""
+    return NotifyOrder(f"{count} of {policy.min_nodes} machines have joined; waiting for the others")
+
+
+def gathering_timeout(joins: Collection[JoinJob], policy: MembershipPolicy) -> str:
+    """Returns the reason why the job ends if only the machines in `joins` have joined in time."""
+    hosts = ", ".join(join.host for join in joins) or "none"
+    return (
+        f"waited {policy.join_timeout_s:.0f} s for {policy.min_nodes} machines; {len(joins)} arrived ({hosts}). Look "
+        "at the output of the others; --rdzv-conf join_timeout=SECONDS sets a longer wait"
+    )
 
 
 def incompatibility(join: JoinJob, is_elastic: bool) -> str | None:

@@ -11,7 +11,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from enum import Enum, auto
 
 from paceline.comm.one_port.dialer import dial, dial_with_secret
 from paceline.comm.security.encryption import Connection
@@ -33,18 +32,11 @@ from paceline.operate.launch.multinode.protocol import (
     encode,
 )
 from paceline.operate.launch.multinode.server import CHANNEL, HEARTBEAT_S, is_starved
+from paceline.train.elastic.coordinator.election import ConnectionLoss
 from paceline.train.elastic.protocol import ReplicateOrder
 
 _WELCOMES = (Start, StartSlots, ReplicateOrder)  # orders that only an admitted node receives
 _RESETS = struct.pack("ii", 1, 0)  # SO_LINGER value that makes close() reset the connection
-
-
-class DisconnectReason(Enum):
-    """The reason for the loss of a connection."""
-
-    ENDED = auto()  # the server closed the connection, and all messages were read
-    RESET = auto()  # the server reset the connection, which had been active just before
-    SILENT = auto()  # no message arrived before the timeout, or another error occurred
 
 
 class ServerConnection:
@@ -64,7 +56,7 @@ class ServerConnection:
         connection: Connection,
         silence_s: float,
         on_order: Callable[[Order], None],
-        on_lost: Callable[[DisconnectReason, str], None],
+        on_lost: Callable[[ConnectionLoss, str], None],
         bears_starvation: bool = False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -133,15 +125,15 @@ class ServerConnection:
                 silent_s = max(self._silence_s, time.monotonic() - self._heard_s)
                 if self._bears_starvation and is_starved(self._connection, silent_s, self._silence_s / 2):
                     continue
-                self._lost(DisconnectReason.SILENT, f"nothing was received from it for {silent_s:.2g} s")
+                self._lost(ConnectionLoss.SILENT, f"nothing was received from it for {silent_s:.2g} s")
                 return
             except (OSError, ValueError) as error:  # a ValueError indicates an invalid message
                 is_recent = time.monotonic() - self._heard_s <= self._silence_s
                 is_reset = isinstance(error, ConnectionResetError) and is_recent
-                self._lost(DisconnectReason.RESET if is_reset else DisconnectReason.SILENT, str(error))
+                self._lost(ConnectionLoss.RESET if is_reset else ConnectionLoss.SILENT, str(error))
                 return
             if not data:
-                self._lost(DisconnectReason.ENDED, "it has ended")
+                self._lost(ConnectionLoss.ENDED, "it has ended")
                 return
 
     def _hear(self, message: Message) -> None:
@@ -159,7 +151,7 @@ class ServerConnection:
         with self._measuring:
             self._offset.add(answer.asked_ns, answer.told_ns, self._clock_ns())
 
-    def _lost(self, how: DisconnectReason, why: str) -> None:
+    def _lost(self, how: ConnectionLoss, why: str) -> None:
         if not self._closed.is_set():
             self._on_lost(how, why)
 
@@ -223,7 +215,7 @@ class RemoteClient(RendezvousClient):
         self._wire.close()
         super().close()
 
-    def _lost(self, _: DisconnectReason, why: str) -> None:
+    def _lost(self, _: ConnectionLoss, why: str) -> None:
         self.put(JobEnded(1, lost_at(self._wire.peer, why)))
 
 
