@@ -179,6 +179,13 @@ class Doubled(nn.Module):
         return 2 * x * scale, keep
 
 
+class Single(nn.Module):
+    """Returns a tuple with one element."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (2 * x,)
+
+
 PREPARED = (  # input, desired input, keyword, desired keyword, output, desired output
     (Shard(0), Shard(1), Replicate(), Shard(1), Shard(1), Shard(0)),
     (Shard(0), Replicate(), Replicate(), Replicate(), Replicate(), Shard(1)),
@@ -219,6 +226,11 @@ def prepared_like_torchs(rendezvous: str) -> None:
             assert kept == "kept"
             results.append(y)
         torch.testing.assert_close(*results)
+
+    for styles, group in ((dist, None), (parallel, mesh)):
+        style = styles.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        single = styles.parallelize_module(Single(), group, style)(placed(Shard(1)))
+        torch.testing.assert_close(single, 2 * whole)
     torch_dist.destroy_process_group()
 
 
@@ -279,6 +291,37 @@ def test_keyword_arguments_are_converted_with_correct_gradients(ranks):
     ranks(2)(keyword_gradients)
 
 
+class WithoutNorm(WithKeywords):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(self.embedding(tokens))))
+
+
+def layouts_between_layers() -> None:
+    dist.init_process_group()
+    torch.manual_seed(5)
+    for kind in (dist.ColwiseParallel, dist.RowwiseParallel):
+        model = WithoutNorm().double()
+        reference = copy.deepcopy(model)
+        plan = {
+            "embedding": kind(input_layouts=Shard(0), output_layouts=Shard(1)),
+            "up": dist.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(0)),
+            "down": dist.RowwiseParallel(input_layouts=Shard(0)),
+        }
+        dist.parallelize_module(model, None, plan)
+        tokens = torch.arange(8).reshape(2, 4)
+        mine, theirs = model(tokens.chunk(2)[dist.get_rank()]), reference(tokens)
+        torch.testing.assert_close(mine, theirs)
+        for output in (mine, theirs):
+            output.square().sum().backward()
+        for own, whole in zip(model.parameters(), reference.parameters(), strict=True):
+            if whole.grad is not None:
+                torch.testing.assert_close(own.grad, part(whole.grad, own), rtol=1e-10, atol=1e-10)
+
+
+def test_layers_convert_their_inputs_and_outputs_to_any_layout(ranks):
+    ranks(2)(layouts_between_layers)
+
+
 def what_is_refused() -> None:
     dist.init_process_group()
     for plan, kind, text in (
@@ -292,8 +335,8 @@ def what_is_refused() -> None:
     ):
         with pytest.raises(kind, match=text):
             dist.parallelize_module(built(tied=True), None, plan)
-    with pytest.raises(ValueError, match=r"output_layouts is S\(0\)|Shard\(dim=0\); it must be"):
-        dist.ColwiseParallel(output_layouts=Shard(0))
+    with pytest.raises(ValueError, match=r"output_layouts is (P|Partial)\(.*\); it must be Replicate\(\) or Shard"):
+        dist.ColwiseParallel(output_layouts=Partial())
     with pytest.raises(ValueError, match="there are 1 input_layouts and 0 desired_input_layouts"):
         dist.PrepareModuleInput(input_layouts=Shard(1))
     with pytest.raises(ValueError, match=r"input_kwarg_layouts has the names \['x'\], and .* has \['y'\]"):

@@ -1,9 +1,9 @@
 """Linear layers and embeddings divided among ranks, and differentiable collectives between them.
 
 Outside the divided layers, all ranks in the group compute the same activations and the same loss, and therefore the
-same gradients. (In `paceline.comm.functional`, by contrast, the loss is the sum of the ranks' losses.) Under this
-convention, the backward pass of each collective is as follows (Shoeybi et al. 2019, "Megatron-LM"; for sequence
-parallelism, Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+same gradients. (In `paceline.comm.functional`, by contrast, the loss is the sum of the ranks' losses.) The backward
+pass of each collective follows from this convention (Shoeybi et al. 2019, "Megatron-LM"; for sequence parallelism,
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
 | forward | backward |
 | --- | --- |
@@ -34,15 +34,7 @@ _SLICE = "_paceline_slice"
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """The part of a tensor that this rank holds.
-
-    Attributes:
-        group: the ranks among which the tensor is divided.
-        dim: the dimension along which the tensor is divided.
-        start: the first index of this rank's part along `dim`.
-        stop: the index after the end of this rank's part along `dim`.
-        shape: the shape of the undivided tensor.
-    """
+    """This rank's part of a tensor: the indices `[start, stop)` along `dim`; `shape` is that of the whole tensor."""
 
     group: ProcessGroup
     dim: int
@@ -224,12 +216,22 @@ def sum_of_parts(tensor: torch.Tensor, layout: Layout, group: ProcessGroup) -> t
     return summed(tensor, group) if layout is WHOLE else summed_into_parts(tensor, layout, group)
 
 
-class ColwiseLinear(nn.Linear):
-    """A linear layer whose output features are divided among the ranks.
+def redistributed(
+    part: torch.Tensor, dim: int, layout: Layout, group: ProcessGroup, length: int | None = None
+) -> torch.Tensor:
+    """Converts a tensor that is divided along `dim` to another layout, in which all ranks must use it alike.
 
-    Attributes:
-        all_out_features: the total number of output features over all ranks.
+    Args:
+        length: the total size along `dim`; by default, all ranks' parts have the same size.
     """
+    if layout is not WHOLE and layout % part.ndim == dim % part.ndim:
+        return part
+    whole = joined(part, dim, part.size(dim) * group.size() if length is None else length, group)
+    return whole if layout is WHOLE else split(whole, layout, group)
+
+
+class ColwiseLinear(nn.Linear):
+    """A linear layer whose output features are divided; `all_out_features` is their total number over all ranks."""
 
     group: ProcessGroup
     all_out_features: int
@@ -237,14 +239,13 @@ class ColwiseLinear(nn.Linear):
     output_layout: Layout
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's features, or all features if `output_layout` is WHOLE."""
+        """Returns the layer's output in the layout `output_layout`."""
         if self.input_layout is WHOLE:
             whole = copied(input, self.group)
         else:
             length = input.size(self.input_layout) * self.group.size()
             whole = joined_for_parts(input, self.input_layout, length, self.group)
-        own = super().forward(whole)
-        return joined(own, -1, self.all_out_features, self.group) if self.output_layout is WHOLE else own
+        return redistributed(super().forward(whole), -1, self.output_layout, self.group, self.all_out_features)
 
 
 class RowwiseLinear(nn.Linear):
@@ -256,17 +257,16 @@ class RowwiseLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the ranks' results, plus the bias, which is replicated."""
-        own = split(input, -1, self.group) if self.input_layout is WHOLE else input
+        if self.input_layout is WHOLE:
+            own = split(input, -1, self.group)
+        else:
+            own = redistributed(input, self.input_layout, -1, self.group)
         result = sum_of_parts(functional.linear(own, self.weight), self.output_layout, self.group)
         return result if self.bias is None else result + self.bias
 
 
 class ColwiseEmbedding(nn.Embedding):
-    """An embedding whose features are divided among the ranks.
-
-    Attributes:
-        all_embedding_dim: the total number of features over all ranks.
-    """
+    """An embedding whose features are divided; `all_embedding_dim` is their total number over all ranks."""
 
     group: ProcessGroup
     all_embedding_dim: int
@@ -274,22 +274,18 @@ class ColwiseEmbedding(nn.Embedding):
     output_layout: Layout
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's features, or all features if `output_layout` is WHOLE."""
+        """Returns the embedding vectors in the layout `output_layout`."""
         if self.input_layout is not WHOLE:
-            input = joined(input, self.input_layout, input.size(self.input_layout) * self.group.size(), self.group)
-        own = super().forward(input)
-        return joined(own, -1, self.all_embedding_dim, self.group) if self.output_layout is WHOLE else own
+            input = redistributed(input, self.input_layout, WHOLE, self.group)
+        return redistributed(super().forward(input), -1, self.output_layout, self.group, self.all_embedding_dim)
 
 
 class RowwiseEmbedding(nn.Embedding):
-    """An embedding whose indices are divided among the ranks.
-
-    Attributes:
-        all_num_embeddings: the total number of indices over all ranks.
-    """
+    """An embedding whose indices are divided; `all_num_embeddings` is their total number over all ranks."""
 
     group: ProcessGroup
     all_num_embeddings: int
+    input_layout: Layout
     output_layout: Layout
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -298,6 +294,8 @@ class RowwiseEmbedding(nn.Embedding):
         Raises:
             IndexError: an index is out of range.
         """
+        if self.input_layout is not WHOLE:
+            input = redistributed(input, self.input_layout, WHOLE, self.group)
         if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < self.all_num_embeddings:
             raise IndexError(
                 f"{self.group.me}: embedding: the indices range from {int(input.min())} to {int(input.max())}; "

@@ -30,8 +30,8 @@ from paceline.train.tensor.layers import (
     RowwiseLinear,
     copied,
     divided,
-    joined,
     joined_for_parts,
+    redistributed,
     slice_of,
     split,
     summed,
@@ -49,11 +49,7 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """Modifies the module `name` in place to compute only this rank's part.
-
-        Raises:
-            TypeError: the style does not support the module's type.
-        """
+        """Modifies the module `name` in place; raises TypeError if the style does not support the module's type."""
 
 
 class ColwiseParallel(ParallelStyle):
@@ -62,8 +58,8 @@ class ColwiseParallel(ParallelStyle):
     Args:
         input_layouts: the layout of the input: `Replicate()` (the default), or `Shard(dim)` for a divided input, such
             as the output of a `SequenceParallel` layer, which is then gathered.
-        output_layouts: the layout of the output: `Shard(-1)` (the default), which leaves the features divided, or
-            `Replicate()`, which gathers them.
+        output_layouts: the layout of the output: `Shard(-1)` (the default), which leaves the features divided,
+            `Replicate()`, which gathers them, or `Shard(dim)`, which divides the gathered features along `dim`.
         use_local_output: has no effect; accepted for compatibility with torch.
 
     Example::
@@ -80,7 +76,6 @@ class ColwiseParallel(ParallelStyle):
     ) -> None:
         self.input_layout = _layout(input_layouts, WHOLE, "ColwiseParallel: input_layouts")
         self.output_layout = _layout(output_layouts, -1, "ColwiseParallel: output_layouts")
-        _require(self.output_layout in (WHOLE, -1), "ColwiseParallel: output_layouts", output_layouts, "Shard(-1)")
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
         """Applies this style to the module `name`, as described in the class."""
@@ -107,8 +102,8 @@ class RowwiseParallel(ParallelStyle):
     """Divides an `nn.Linear` by input features, or an `nn.Embedding` by indices.
 
     Args:
-        input_layouts: the layout of a linear layer's input: `Shard(-1)` (the default), as returned by a
-            `ColwiseParallel` layer, or `Replicate()`. An embedding's input is always replicated.
+        input_layouts: the layout of the input: `Replicate()`, the default for an embedding; or `Shard(dim)`. The
+            default for a linear layer is `Shard(-1)`, as returned by a `ColwiseParallel` layer.
         output_layouts: the layout of the output, which is the sum of the ranks' results: `Replicate()` (the default),
             or `Shard(dim)`, for example along the sequence dimension.
         use_local_output: has no effect; accepted for compatibility with torch.
@@ -123,7 +118,7 @@ class RowwiseParallel(ParallelStyle):
     ) -> None:
         self.input_layout = _layout(input_layouts, -1, "RowwiseParallel: input_layouts")
         self.output_layout = _layout(output_layouts, WHOLE, "RowwiseParallel: output_layouts")
-        _require(self.input_layout in (WHOLE, -1), "RowwiseParallel: input_layouts", input_layouts, "Shard(-1)")
+        self._has_default_input = input_layouts is None
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
         """Applies this style to the module `name`, as described in the class."""
@@ -137,6 +132,7 @@ class RowwiseParallel(ParallelStyle):
         elif isinstance(module, nn.Embedding):
             _require_plain(module, name)
             embedding = _become(module, RowwiseEmbedding, group)
+            embedding.input_layout = WHOLE if self._has_default_input else self.input_layout
             embedding.output_layout = self.output_layout
             embedding.all_num_embeddings = embedding.num_embeddings
             embedding.weight = divide(embedding.weight, 0)
@@ -236,7 +232,8 @@ class PrepareModuleOutput(ParallelStyle):
     """Converts a module's outputs to other layouts.
 
     Args:
-        output_layouts: the current layout of each output, or None for outputs that stay unchanged.
+        output_layouts: the current layout of each output, or None for outputs that stay unchanged. As in torch, an
+            output that is a tuple with one element is replaced with this element.
         desired_output_layouts: the required layouts. A conversion from `Shard(dim)` to `Replicate()` gathers the parts,
             from which all ranks must then compute the same result, for example the loss.
         use_local_output: has no effect; accepted for compatibility with torch.
@@ -265,7 +262,7 @@ class PrepareModuleOutput(ParallelStyle):
                     f"returned {len(outputs)} outputs; pass one layout for every output"
                 )
             changed = _all_converted(outputs, self._conversions, group, is_input=False)
-            return changed if isinstance(output, tuple) else changed[0]
+            return changed[0] if len(changed) == 1 else changed
 
         module.register_forward_hook(prepare)
 
@@ -341,11 +338,10 @@ def _converted(tensor: Any, old: Placement | None, new: Placement | None, group:
         return tensor
     if isinstance(old, Replicate) and isinstance(new, Shard):
         return split(tensor, new.dim, group)
-    if isinstance(old, Shard) and isinstance(new, Replicate):
-        join = joined_for_parts if is_input else joined
-        return join(tensor, old.dim, tensor.size(old.dim) * group.size(), group)
-    if isinstance(old, Shard) and isinstance(new, Shard):
-        return split(joined(tensor, old.dim, tensor.size(old.dim) * group.size(), group), new.dim, group)
+    if is_input and isinstance(old, Shard) and isinstance(new, Replicate):
+        return joined_for_parts(tensor, old.dim, tensor.size(old.dim) * group.size(), group)
+    if isinstance(old, Shard) and isinstance(new, (Shard, Replicate)):
+        return redistributed(tensor, old.dim, new.dim if isinstance(new, Shard) else WHOLE, group)
     if isinstance(old, Partial) and old.reduce_op == "sum":
         if isinstance(new, Shard):
             return summed_into_parts(tensor, new.dim, group)
@@ -365,9 +361,9 @@ def _summing(group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
 def _become(module: nn.Module, kind: type[Divided], group: ProcessGroup) -> Divided:
     """Changes the class of a layer in place, to preserve hooks, names and references to the layer."""
     module.__class__ = kind
-    divided_module = cast(Divided, module)
-    divided_module.group = group
-    return divided_module
+    layer = cast(Divided, module)
+    layer.group = group
+    return layer
 
 
 def _require_plain(module: nn.Embedding, name: str) -> None:
@@ -391,11 +387,6 @@ def _layout(placement: Placement | None, default: Layout, what: str) -> Layout:
     if isinstance(placement, Shard):
         return int(placement.dim)
     raise ValueError(f"{what} is {placement}; it must be Replicate() or Shard(dim)")
-
-
-def _require(holds: bool, what: str, seen: object, wanted: str) -> None:
-    if not holds:
-        raise ValueError(f"{what} is {seen}; it must be Replicate() or {wanted}")
 
 
 def _listed(layouts: Placement | Sequence[Placement | None]) -> list[Placement | None]:
