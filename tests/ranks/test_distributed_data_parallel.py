@@ -6,12 +6,12 @@ import copy
 import os
 import pickle
 import signal
-from collections.abc import Iterable
 
 import pytest
 import torch
 from one_world import OneWorld
 from torch import nn
+from training import average_gradients, batches, gradients, mlp, require_equal_on_all_ranks, require_gradients
 
 import paceline as dist
 
@@ -56,17 +56,6 @@ def batch(kind: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Te
 def loss_of(output: object, target: torch.Tensor) -> torch.Tensor:
     logits = output["logits"][0] if isinstance(output, dict) else output
     return nn.functional.cross_entropy(logits, target)
-
-
-def require_equal_on_all_ranks(tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
-        first = tensor.detach().clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, tensor)
-
-
-def gradients(module: nn.Module) -> list[torch.Tensor]:
-    return [param.grad for param in module.parameters() if param.grad is not None]
 
 
 def like_torch(file: str) -> None:
@@ -332,6 +321,29 @@ def change_after_wrapping() -> None:
 
 def test_a_module_changed_after_wrapping_is_refused(ranks):
     ranks(1)(change_after_wrapping)
+
+
+def convert_after_wrapping() -> None:
+    dist.init_process_group()
+    options = ({}, {"overlap": True, "bucket_cap_mb": 0}, {"static_graph": True}, {"find_unused_parameters": True})
+    for option in options:
+        for dtype, is_wrapper in ((torch.float64, True), (torch.bfloat16, True), (torch.float64, False)):
+            model = dist.DistributedDataParallel(mlp(), **option)
+            kind = torch.float32
+            for step in range(4):
+                if step == 2:
+                    kind = dtype
+                    (model if is_wrapper else model.module).to(kind)
+                model.zero_grad()
+                inputs = [rank_inputs.to(kind) for rank_inputs in batches(4, 8, step=step)]
+                expected = average_gradients(model.module, lambda m, x=inputs: (m(part).sum() for part in x))
+                model(inputs[dist.get_rank()]).sum().backward()
+                require_gradients(model.module, expected, 0.02 if kind is torch.bfloat16 else 1e-5)
+                require_equal_on_all_ranks(gradients(model))
+
+
+def test_a_module_converted_after_wrapping_trains_on(ranks):
+    ranks(2)(convert_after_wrapping)
 
 
 def change_buffers() -> None:

@@ -1,10 +1,16 @@
-"""Arguments to DistributedDataParallel: defaults, conversion of torch's arguments, and checks for conflicts."""
+"""Arguments to DistributedDataParallel: defaults, conversion of torch's arguments, and checks for conflicts.
+
+Apart from `choose_wire`, whose second result is sent to all ranks first, the functions raise an error if an argument is
+wrong.
+"""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_origin
 
 import torch
 from torch import nn
@@ -23,13 +29,7 @@ DEFAULT_BUCKET_CAP_MB = 25
 
 
 def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | None) -> ProcessGroup:
-    """Returns the group selected by `process_group` or `device_mesh`, or the default group if both are None.
-
-    Raises:
-        RuntimeError: both arguments are given, or the mesh has several dimensions.
-        ValueError: the mesh does not list all ranks of the default group in order.
-        TypeError: `process_group` is not a Paceline group.
-    """
+    """Returns the group selected by `process_group` or `device_mesh`, or the default group if both are None."""
     if device_mesh is None:
         return given_or_default(process_group)
     if process_group is not None:
@@ -65,11 +65,7 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
 
 
 def choose_bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
-    """Returns the maximum bucket sizes in bytes, for `make_buckets`; with 0, each gradient has its own bucket.
-
-    Raises:
-        ValueError: a size is negative or NaN.
-    """
+    """Returns the maximum bucket sizes in bytes, for `make_buckets`; with 0, each gradient has its own bucket."""
     for name, caps in (("bucket_cap_mb", [bucket_cap_mb]), ("bucket_cap_mb_list", bucket_cap_mb_list or [])):
         for cap in caps:
             if cap is not None and not cap >= 0:
@@ -80,11 +76,7 @@ def choose_bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence
 
 
 def choose_reduce_dtype(mixed_precision: _MixedPrecision | None) -> torch.dtype | None:
-    """Returns the dtype in which gradients are averaged, or None if each gradient is averaged in its own dtype.
-
-    Raises:
-        ValueError: the argument requests a cast of parameters or buffers.
-    """
+    """Returns the dtype in which gradients are averaged, or None if each gradient is averaged in its own dtype."""
     if mixed_precision is None:
         return None
     if mixed_precision.param_dtype is not None or mixed_precision.buffer_dtype is not None:
@@ -105,12 +97,7 @@ def require_whole_pairs(
     delay_all_reduce_named_params: object,
     param_to_hook_all_reduce: object,
 ) -> None:
-    """Checks that dependent arguments are given together, and that mutually exclusive arguments are not.
-
-    Raises:
-        ValueError: an argument is given without another argument that it requires, or together with an incompatible
-            argument.
-    """
+    """Checks that dependent arguments are given together, and that mutually exclusive arguments are not."""
     if deterministic != (logical_shards is not None) or (deterministic and device_ids):
         raise ValueError(
             f"deterministic is {deterministic}, logical_shards {logical_shards} and device_ids {device_ids}; "
@@ -132,11 +119,7 @@ def require_whole_pairs(
 def require_delayed(
     module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None, trigger: nn.Parameter | None
 ) -> list[tuple[str, nn.Parameter]]:
-    """Returns the pairs in `named` after checking that they belong to the module.
-
-    Raises:
-        ValueError: the module's parameter with a given name is a different object, or the trigger requires no gradient.
-    """
+    """Returns the pairs in `named` after checking that they belong to the module."""
     if named is None or trigger is None:
         return []
     pairs = list(named)
@@ -160,15 +143,8 @@ def choose_wire(
 ) -> tuple[WireKind | None, Exception | None]:
     """Returns the format to which gradients are rounded, and the error that prevents rounding; either can be None.
 
-    Args:
-        wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the
-            parameters allow it.
-        group: the process group of the ranks.
-        excluded: the arguments that are incompatible with `wire`, each paired with whether it was given.
-        params: the trained parameters by name.
-
-    Raises:
-        ValueError: `wire` is not a known format, or is given together with an incompatible argument.
+    If `wire` is None, the group's wire is used, provided that the other arguments and the parameters allow it.
+    `excluded` lists the arguments that are incompatible with `wire`, each paired with whether it was given.
     """
     given = [name for name, is_given in excluded.items() if is_given]
     if wire is not None and given:
@@ -186,3 +162,41 @@ def choose_wire(
         f"wire={wire!r}: the parameter {unfit[0]!r} is of {param.dtype} on {param.device}; only gradients of {types} "
         "on the CPU are rounded. Convert the module, or leave wire out"
     )
+
+
+_UNCHECKED = (inspect.Parameter.empty, Any, object, Union, UnionType)
+
+
+def require_hook(hook: object) -> None:
+    """Checks a communication hook and its annotations.
+
+    Annotations that are classes must name a bucket and a future. Other annotations, such as strings and unions, are not
+    checked.
+    """
+    if not callable(hook):
+        raise TypeError(
+            f"the communication hook is a {type(hook).__name__}; it must be callable as hook(state, bucket)"
+        )
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:
+        return  # some functions in C have no signature
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and _is_other_class(bucket.annotation, {"GradBucket"}):
+        raise ValueError(
+            f"the communication hook's argument `bucket` is annotated as {bucket.annotation}; it is a GradBucket. "
+            "Correct or remove the annotation"
+        )
+    if _is_other_class(signature.return_annotation, {"Future", "DeferredFuture", "Work"}):
+        raise ValueError(
+            f"the communication hook is annotated to return {signature.return_annotation}; it must return a "
+            "torch.futures.Future[torch.Tensor], or the Work of a call with async_op=True"
+        )
+
+
+def _is_other_class(annotation: object, names: set[str]) -> bool:
+    """Returns True if an annotation is None, or a class that neither has nor inherits one of these names."""
+    kind = get_origin(annotation) or annotation
+    if kind in _UNCHECKED or not isinstance(kind, type):
+        return annotation is None
+    return names.isdisjoint(base.__name__ for base in kind.__mro__)

@@ -36,6 +36,7 @@ from paceline.train.ddp.arguments import (
     choose_reduce_dtype,
     choose_wire,
     require_delayed,
+    require_hook,
     require_whole_pairs,
 )
 from paceline.train.ddp.comm_hook import CommHook, Hook
@@ -80,7 +81,6 @@ _OF_THIS_PROCESS = (
     "_replica",
     "_watched",
     "_delayed",
-    "_steps",
     "_averages",
     "_checks",
     "_call_module",
@@ -224,6 +224,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         # a tuple, because torch does not register parameters in tuples
         self._delay_trigger = (param_to_hook_all_reduce,)
         self.require_backward_grad_sync = True
+        self._divides_by_initial_world_size = True  # within `Join`
         self.overlap = self.asks_for_overlap = bool(overlap)
         self.checks = choose_checks(checks)
         tracked = collect_tracked(module, [name for name, _ in self._delayed_pairs])
@@ -286,7 +287,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             hook = compress_wrapper(self._reduce_dtype, allreduce_hook)
             self._averager.comm_hook = CommHook(self.process_group, hook, sets_divisor=False)
         self._reduce_with(self._averager)
-        self._steps = UnevenSteps(self._averager)
         self._delayed: DelayedParameters | None = None
         (trigger,) = self._delay_trigger
         if trigger is not None:
@@ -401,14 +401,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         Raises:
             TypeError: `hook` is not callable.
             RuntimeError: the module already has a hook, or belongs to an ElasticState.
-            ValueError: the module was wrapped with `deterministic` or with a `wire`.
+            ValueError: the module was wrapped with `deterministic` or with a `wire`; or an annotation of the hook is a
+                class other than a bucket or a future, as in torch.
         """
         self._require_not_deterministic("register_comm_hook")
         self._require_not_elastic("register_comm_hook", "gradients are averaged as they are")
-        if not callable(hook):
-            raise TypeError(
-                f"the communication hook is a {type(hook).__name__}; it must be callable as hook(state, bucket)"
-            )
+        require_hook(hook)
         if self.wire is not None:
             raise ValueError(f"register_comm_hook was called on a module with wire={self.wire!r}; use one of the two")
         if self._averager.comm_hook is not None:
@@ -554,8 +552,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "Join got a module that was wrapped with delay_all_reduce_named_params; wrap it without, or give all "
                 "ranks the same number of inputs"
             )
-        self._steps.divides_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return DdpJoinHook(self._averager, self._reducer, self._watched, self._steps, self.forward_sync_buffers)
+        self._divides_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return DdpJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -570,7 +568,22 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _announce_step(self) -> int:
         """Announces a step to all ranks within `Join`, and returns the rank whose buffers are copied."""
         Join.notify_join_context(self)
-        return self._steps.announce(self.require_backward_grad_sync, self.will_sync_module_buffers())
+        step = self._exchange_step(True, self.require_backward_grad_sync, self.will_sync_module_buffers())
+        return step.sends_buffers.index(True) if any(step.sends_buffers) else 0
+
+    def _exchange_step(self, is_active: bool, averages: bool = False, sends_buffers: bool = False) -> _Step:
+        """Gathers a step's flags from all ranks within `Join`, and sets the divisor for the gradients.
+
+        Every step starts with this call: in forward on ranks with inputs, in `DdpJoinHook.main_hook` on other ranks.
+        """
+        own = torch.tensor([is_active, averages, sends_buffers], device="cpu")
+        everyones = [torch.empty_like(own) for _ in range(self.process_group.size())]
+        self.process_group.all_gather(everyones, own)
+        step = _Step(*torch.stack(everyones, 1).tolist())
+        if any(step.is_active):
+            active = self.process_group.size() if self._divides_by_initial_world_size else sum(step.is_active)
+            self._averager.scale = self.process_group.size() / active
+        return step
 
     def _require_not_deterministic(self, call: str) -> None:
         if self._replica is not None:
@@ -710,82 +723,33 @@ class _Step:
     sends_buffers: list[bool]
 
 
-class UnevenSteps:
-    """Determines which ranks have inputs for the next step within `Join`, and sets the divisor for the gradients.
-
-    Every step starts with an all-gather over all ranks. Ranks with inputs call it in forward, and ranks without inputs
-    call it in `DdpJoinHook.main_hook`.
-    """
-
-    def __init__(self, averager: GradientAverager) -> None:
-        self.divides_by_initial_world_size = True
-        self._averager = averager
-        self._group = averager.group
-
-    def announce(self, averages: bool, sends_buffers: bool) -> int:
-        """Announces a step on this rank to all ranks, and returns the rank whose buffers are copied."""
-        step = self._exchange(True, averages, sends_buffers)
-        return step.sends_buffers.index(True) if any(step.sends_buffers) else 0
-
-    def follow(self) -> _Step:
-        """Returns the step that other ranks have announced."""
-        return self._exchange(False, False, False)
-
-    def last_rank(self, is_last: bool) -> int:
-        """Returns the lowest of the ranks that have trained longest."""
-        return self._gather(is_last, False, False).is_active.index(True)
-
-    def _exchange(self, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
-        step = self._gather(is_active, averages, sends_buffers)
-        if any(step.is_active):
-            size = self._group.size()
-            self._averager.scale = 1.0 if self.divides_by_initial_world_size else size / sum(step.is_active)
-        return step
-
-    def _gather(self, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
-        own = torch.tensor([is_active, averages, sends_buffers], device="cpu")
-        everyones = [torch.empty_like(own) for _ in range(self._group.size())]
-        self._group.all_gather(everyones, own)
-        return _Step(*torch.stack(everyones, 1).tolist())
-
-
 class DdpJoinHook(JoinHook):
     """Runs the collectives of a module's forward and backward passes on a rank that has run out of inputs."""
 
-    def __init__(
-        self,
-        averager: GradientAverager,
-        reducer: Reducer,
-        watched: ModuleMonitor,
-        steps: UnevenSteps,
-        syncs_buffers: bool,
-    ) -> None:
-        self._averager = averager
-        self._reducer = reducer
-        self._watched = watched
-        self._steps = steps
-        self._syncs_buffers = syncs_buffers
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
         self._own_gradients: list[torch.Tensor | None] | None = None
 
     def main_hook(self) -> None:
         """Contributes zeros to a step and receives the average, so that this rank's optimizer can step."""
-        step = self._steps.follow()
+        step = self._model._exchange_step(is_active=False)
         if not any(step.averages):
             return
         if any(step.sends_buffers):
-            self._watched.send_buffers(step.sends_buffers.index(True))
-        before = self._reducer.contribute_zeros()
+            self._model._watched.send_buffers(step.sends_buffers.index(True))
+        before = self._model._reducer.contribute_zeros()
         if self._own_gradients is None:
             self._own_gradients = before
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copies the model from a rank that trained longest; restores the gradients of this rank's own latest step."""
-        root = self._steps.last_rank(is_last_joiner)
-        tensors = self._watched.current_tensors(with_buffers=self._syncs_buffers)
-        broadcast_tensors(tensors, self._averager.group, root)
-        self._averager.scale = 1.0
+        model = self._model
+        root = model._exchange_step(is_active=is_last_joiner).is_active.index(True)
+        tensors = model._watched.current_tensors(with_buffers=model.forward_sync_buffers)
+        broadcast_tensors(tensors, model.process_group, root)
+        model._averager.scale = 1.0
         if self._own_gradients is not None:
-            self._averager.gradients.set_values(self._own_gradients)
+            model._averager.gradients.set_values(self._own_gradients)
 
 
 def synchronize_replicas(
@@ -796,21 +760,10 @@ def synchronize_replicas(
     group: ProcessGroup,
     with_buffers: bool,
 ) -> bool:
-    """Compares modules and arguments across ranks, and copies rank 0's parameters to all ranks.
+    """Compares modules and the arguments in `compared` across ranks, and copies rank 0's tensors to all ranks.
 
-    Args:
-        tracked: the module's tensors.
-        compared: the wrapper's arguments that must be equal on every rank, by name.
-        overlap: whether this rank requests reduction during backward; None if that depends on the number of cores.
-        problem: the reason why this rank cannot wrap its module, or None.
-        group: the process group of the ranks.
-        with_buffers: whether buffers are copied too.
-
-    Returns:
-        True if gradients are reduced during backward. The result is the same on every rank.
-
-    Raises:
-        CollectiveMismatchError: modules or arguments differ; raised on every rank.
+    Every rank raises an error if any rank reports a `problem`. Otherwise, returns whether gradients are reduced during
+    backward, which is the same on all ranks. If `overlap` is None, it depends on the number of cores.
     """
     facts = rank_facts(group, overlap, on_cpu=any(tensor.is_cpu for tensor in tracked.trained.values()))
     everyones = require_same_module(tracked, compared, facts, problem, group)

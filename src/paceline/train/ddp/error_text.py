@@ -17,14 +17,14 @@ _MOST_NAMED = 10  # the maximum number of parameters that a message lists
 def missing_gradient_text(
     which: str, missing: Sequence[str], frozen: Collection[str], total: int, static_graph: bool
 ) -> str:
-    """Returns the error message about parameters without a gradient.
+    """Returns the error message about the parameters in `missing`, which have no gradient.
 
     Args:
         which: the description of the backward pass, such as "the last backward pass".
-        missing: the names of the parameters without a gradient.
+        missing: the names of the parameters.
         frozen: the names of all parameters that no longer require a gradient.
         total: the number of parameters.
-        static_graph: whether the module was wrapped with `static_graph=True`.
+        static_graph: whether the graph is static, so that the message must not suggest it.
     """
     missing_and_frozen = [name for name in missing if name in frozen]
     if missing_and_frozen:

@@ -1,7 +1,6 @@
 """GradientAverager: averages the gradients of a module over the ranks, one bucket at a time.
 
-`SameBatches` compares the ranks' batches. `DelayedParameters` averages the gradients of some parameters separately from
-all other gradients.
+`SameBatches` compares the ranks' batches. `DelayedParameters` averages some parameters' gradients separately.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import nn
 
 from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, record_current
 from paceline.comm.engine.channel import ReduceOp
-from paceline.comm.group.compression import WireKind
+from paceline.comm.group.compression import Wire, WireKind
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
@@ -27,10 +26,8 @@ from paceline.train.autograd_graph import NO_BACKWARD, find_first_tensors, runni
 from paceline.train.checks.check_settings import Checks
 from paceline.train.checks.module_checks import ModuleChecks
 from paceline.train.ddp.comm_hook import CommHook, HookedWork
-from paceline.train.ddp.error_text import late_gradient_text, missing_gradient_text
 from paceline.train.ddp.gradient_buckets import (
     BucketGradients,
-    BucketWires,
     GradientBuckets,
     GradientMemory,
     average_sparse,
@@ -40,9 +37,7 @@ from paceline.train.ddp.optimizer_in_backward import step_params, take_over_step
 from paceline.train.module_tensors import TrackedTensors, broadcast_tensors, collect_tracked
 from paceline.train.training_events import RecordedBuckets
 
-# the number of steps in which batch digests are compared; a warning is issued only if the digests are equal in all of
-# these steps
-_COMPARED_STEPS = 3
+_COMPARED_STEPS = 3  # the number of steps in which batch digests are compared; a warning requires equality in all
 _DIGEST_BITS = 20  # exact in float32, even when divided by the number of ranks
 _MOST_NAMED = 8  # the maximum number of ranks that the warning lists
 _MOST_BYTES = 1 << 16  # only this many leading bytes of each tensor are hashed
@@ -60,7 +55,7 @@ class GradientAverager:
 
     Args:
         tracked: the module's tensors.
-        bucket_caps_bytes: the maximum bucket sizes in bytes; see `make_buckets`.
+        bucket_caps_bytes: see `make_buckets`.
         group: the process group of the ranks.
         checks: the checks for gradients and replicas.
         overlap: whether full buckets are reduced while backward continues; must be the same on every rank.
@@ -93,11 +88,14 @@ class GradientAverager:
         self.scale = 1.0  # factor that is applied to averages; differs from 1 if `join` excludes ranks from the divisor
         on_cpu = all(param.is_cpu for param in self.gradients.params)
         self._same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu and wire is None)
-        self._wires = BucketWires(wire)
+        self._wire = wire
+        self._wires: dict[
+            int, tuple[Sequence[str], Wire]
+        ] = {}  # each keeps the rounding errors of a bucket's gradients
 
         # - Options of the wrapper
         self._overlap = overlap
-        self._static_graph = static_graph
+        self.static_graph = static_graph
         self._find_unused = find_unused and not static_graph
         self._is_recording = static_graph  # whether a static graph's first backward pass has yet to be recorded
 
@@ -116,11 +114,11 @@ class GradientAverager:
     @property
     def allows_unused(self) -> bool:
         """Returns True if a backward pass may leave some parameters without a gradient."""
-        return self._find_unused or self._static_graph
+        return self._find_unused or self.static_graph
 
     def make_static(self) -> None:
         """Enables `static_graph`; must be called before the first forward pass."""
-        self._static_graph = self._is_recording = True
+        self.static_graph = self._is_recording = True
         self._find_unused = False
         self._count_buckets()
 
@@ -279,7 +277,7 @@ class GradientAverager:
         rest = [(bucket, gradients) for bucket, gradients in active if bucket >= first and gradients is not None]
         memories = _collect(rest, copy_shared)
         sparse = self.gradients.active_sparse()
-        if len(memories) != len(rest) or any(param.grad is None for param in sparse):
+        if len(memories) != len(rest) or any(param.grad is None for param in sparse.values()):
             self._finish()
             self._checks.forget()
             return False
@@ -292,9 +290,9 @@ class GradientAverager:
         for (bucket, gradients), memory in zip(rest, memories, strict=True):
             self._start(bucket, gradients, memory, async_op=False)
         if sparse:
-            self._checks.look_at(self.gradients.active_sparse_names(), [param.grad for param in sparse])
-            average_sparse(sparse, self.group, self.scale)
-            self._checks.averaged([param.grad for param in sparse])
+            self._checks.look_at(list(sparse), [param.grad for param in sparse.values()])
+            average_sparse(sparse.values(), self.group, self.scale)
+            self._checks.averaged([param.grad for param in sparse.values()])
         self._finish()
         self._checks.end()
         return True
@@ -302,7 +300,8 @@ class GradientAverager:
     def _start(self, bucket: int, gradients: BucketGradients, memory: GradientMemory, async_op: bool) -> None:
         work: Work | HookedWork | None
         self._recorded.ready(bucket, self.gradients.buckets[bucket].nbytes)
-        self._checks.look(gradients.names, memory.by_parameter(), memory.pieces, gradients.dtype_code)
+        by_param = memory.tensors if memory.views is None else memory.views
+        self._checks.look(gradients.names, by_param, memory.pieces, gradients.dtype_code)
         self._recorded.sent(bucket)
         if self.comm_hook is None:
             work = self.group.all_reduce_memory(
@@ -312,7 +311,7 @@ class GradientAverager:
                 memory.count,
                 ReduceOp.AVG,
                 async_op,
-                self._wires.of(bucket, gradients.names),
+                None if self._wire is None else self._wire_of(bucket, self._wire, gradients.names),
             )
         else:
             work = self.comm_hook.start(bucket, self.gradients.is_last(bucket), gradients, memory)
@@ -321,6 +320,13 @@ class GradientAverager:
             self._averaged.append(memory)
         else:
             self._in_flight.append((bucket, work, memory))
+
+    def _wire_of(self, bucket: int, kind: WireKind, names: Sequence[str]) -> Wire:
+        """Returns the bucket's wire; a new one if its set of gradients has changed, as with unused parameters."""
+        known = self._wires.get(bucket)
+        if known is None or known[0] != names:
+            known = self._wires[bucket] = (names, Wire(kind))
+        return known[1]
 
     def _finish(self) -> None:
         self._ahead.clear()
@@ -347,34 +353,14 @@ class GradientAverager:
         self._recorded.forget()
         self._same_batches.is_over = True
 
-    # - Steps without a backward pass, and error messages
-
     def replace_by_zeros(self) -> list[torch.Tensor | None]:
-        """Replaces the gradients with zeros on a rank that has no inputs in this step.
-
-        Returns:
-            The previous gradients.
-        """
+        """Replaces the gradients with zeros on a rank without inputs in this step; returns the previous gradients."""
         own = self.gradients.values()
         self._checks.make_fewer_steps()
         self._counts = [1] * len(self._counts)
         self._same_batches.drop_digest()
         self.gradients.set_values([None] * len(own) if self._find_unused else self.gradients.zeros())
         return own
-
-    def missing_text(self, which: str, missing: Sequence[str]) -> str:
-        """Returns the error message about the parameters `missing`, which have no gradient.
-
-        Args:
-            which: the description of the backward pass, such as "the last backward".
-            missing: the names of the parameters.
-        """
-        frozen = self.gradients.frozen()
-        return missing_gradient_text(which, missing, frozen, len(self.gradients.names), self._static_graph)
-
-    def late_text(self, index: int) -> str:
-        """Returns the error message about a parameter that received a gradient after its bucket's reduction started."""
-        return late_gradient_text(self.gradients.names[index], self._static_graph)
 
 
 def _collect(buckets: Sequence[tuple[int, BucketGradients]], copy_shared: bool) -> list[GradientMemory]:
@@ -403,16 +389,7 @@ class ExternalAverager(Protocol):
 
 
 class DelegatingAverager(GradientAverager):
-    """Delegates to an `ExternalAverager`, which averages the gradients when backward ends.
-
-    Args:
-        tracked: the module's tensors.
-        bucket_caps_bytes: the maximum bucket sizes in bytes.
-        group: a group that contains only this rank.
-        averages: the object that averages the gradients.
-        checks: the checks for this rank's gradients.
-        find_unused: whether a backward pass may leave some parameters without a gradient.
-    """
+    """Delegates to an `ExternalAverager`, which averages the gradients when backward ends; `group` has one rank."""
 
     def __init__(
         self,
@@ -462,12 +439,8 @@ class SameBatches:
 
     In the first steps, a vector with one element per rank is averaged together with the gradients. Each rank writes a
     digest of its inputs to its own element and zeros to all others, so the average contains the digests of all ranks.
-    After these steps `is_over` is True.
-
-    Args:
-        group: the process group of the ranks.
-        on_cpu: whether the gradients are on the CPU. Batches on a GPU are not compared, because hashing would
-            synchronize with the device.
+    After these steps `is_over` is True. Batches on a GPU are not compared, because hashing would synchronize with the
+    device.
     """
 
     def __init__(self, group: ProcessGroup, on_cpu: bool) -> None:
@@ -548,12 +521,6 @@ class DelayedParameters:
 
     Averaging takes one call per dtype, separate from the buckets of other parameters, and runs even within `no_sync`. A
     parameter without a gradient contributes zeros, as in torch (`delay_all_reduce_named_params`).
-
-    Args:
-        module: the module that contains the parameters.
-        named: pairs of a name and a parameter.
-        trigger: a parameter that requires a gradient.
-        group: the process group of the ranks.
     """
 
     def __init__(

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from paceline.comm.engine.channel import DTYPE_CODES, ReduceOp
-from paceline.comm.group.compression import Wire, WireKind
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.sparse_sum import GatheredRows
 from paceline.train.ddp.bucket_assignment import bucket_params
@@ -42,9 +41,7 @@ class FlatGradients:
     pass, because creating its parts again would cost the host more than all other work. If the program still references
     a gradient, the next backward pass allocates a new flat tensor, and the saved gradient keeps its values.
 
-    Args:
-        params: the parameters, all with one dtype and on one device.
-        layouts: the strides of each parameter's gradient.
+    All parameters have one dtype and are on one device; `layouts` contains the strides of each parameter's gradient.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], layouts: Sequence[tuple[int, ...]]) -> None:
@@ -114,10 +111,6 @@ class GradientBuckets:
 
     Dense gradients are averaged in buckets, and sparse gradients are then averaged separately. The index of a parameter
     is its position in `params`.
-
-    Args:
-        tracked: the module's tensors.
-        bucket_caps_bytes: the maximum bucket sizes in bytes; see `make_buckets`.
     """
 
     def __init__(self, tracked: TrackedTensors, bucket_caps_bytes: Sequence[int]) -> None:
@@ -150,13 +143,9 @@ class GradientBuckets:
         """Returns the parameters by name."""
         return dict(zip(self.names, self.params, strict=True))
 
-    def active_sparse(self) -> list[nn.Parameter]:
-        """Returns the parameters whose sparse gradients the current backward pass averages."""
-        return [self.params[index] for index in self._active_sparse]
-
-    def active_sparse_names(self) -> list[str]:
-        """Returns the names of the parameters whose sparse gradients the current backward pass averages."""
-        return [self.names[index] for index in self._active_sparse]
+    def active_sparse(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters, by name, whose sparse gradients the current backward pass averages."""
+        return {self.names[index]: self.params[index] for index in self._active_sparse}
 
     def is_last(self, bucket: int) -> bool:
         """Returns True if this is the last bucket that the current backward pass averages."""
@@ -300,10 +289,6 @@ class GradientMemory:
     successors: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
     views: list[torch.Tensor] | None = None
 
-    def by_parameter(self) -> list[torch.Tensor]:
-        """Returns a tensor for each parameter's gradient, possibly followed by tensors that belong to no parameter."""
-        return self.tensors if self.views is None else self.views
-
     def write_back(self) -> None:
         """Transfers results from copies to the parameters' gradients."""
         for param, reduced in self.copies:
@@ -314,28 +299,31 @@ class GradientMemory:
 
 
 class BucketGradients:
-    """The gradients of one bucket: parameters of one dtype on one device.
-
-    Args:
-        params: the parameters.
-        names: the parameters' names, for error messages.
-    """
+    """The gradients of one bucket: parameters of one dtype on one device."""
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self.params = list(params)
         self.names = list(names)
-        self.dtype = self.params[0].dtype
         self._device = self.params[0].device
-        self.dtype_code = DTYPE_CODES[self.dtype]
         self._shapes = [param.shape for param in self.params]
-        self._layouts = [_layout_of(param) for param in self.params]
         self._numels = [param.numel() for param in self.params]
         self._count = sum(self._numels)
+        self._set_dtype(self.params[0].dtype)
+
+    def _set_dtype(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.dtype_code = DTYPE_CODES[dtype]
+        # Autograd computes gradients with these strides.
+        self._layouts = [torch.empty_like(param, device="meta").stride() for param in self.params]
         self._pieces = [0] * (2 * len(self.params))
         self._pieces[1::2] = [param.nbytes for param in self.params]
         # A complex gradient may be a conjugate view, which the fast path does not detect.
-        self._plain = all(param.is_contiguous() for param in self.params) and not self.dtype.is_complex
+        self._plain = all(param.is_contiguous() for param in self.params) and not dtype.is_complex
         self._flat = None if self._device.type == "cpu" else FlatGradients(self.params, self._layouts)
+
+    def _follow_conversion(self, dtype: torch.dtype) -> None:
+        if dtype in DTYPE_CODES and all(param.dtype is dtype for param in self.params):
+            self._set_dtype(dtype)
 
     def missing(self) -> list[str]:
         """Returns the names of the parameters that have no gradient."""
@@ -344,17 +332,21 @@ class BucketGradients:
     def collect(self, copy_shared: bool) -> GradientMemory | None:
         """Returns the memory of the current gradients, or None if a parameter has no gradient.
 
+        If the program has converted all of the bucket's parameters to another dtype, such as by `double()`, the bucket
+        adopts the dtype, as in torch.
+
         Args:
             copy_shared: whether gradients that share memory with other tensors are copied.
 
         Raises:
-            TypeError: a gradient is sparse, or its dtype differs from the dtype that the parameter had when the module
-                was wrapped.
+            TypeError: a gradient is sparse, or only some of the parameters were converted after wrapping.
             ValueError: a gradient's device or shape differs from that of the parameter when the module was wrapped.
         """
         gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
         if len(gradients) != len(self.params):
             return None
+        if (dtype := gradients[0].dtype) is not self.dtype:
+            self._follow_conversion(dtype)
         if self._flat is not None:
             return self._collect_flat(self._flat, gradients)
         if (
@@ -443,11 +435,6 @@ def have_aliases(memories: Sequence[GradientMemory]) -> bool:
     return any(map(gt, ends, starts[1:]))
 
 
-def _layout_of(param: nn.Parameter) -> tuple[int, ...]:
-    """Returns the strides of the gradients that autograd computes for a parameter."""
-    return torch.empty_like(param, device="meta").stride()
-
-
 def _lies_as(tensor: torch.Tensor, layout: tuple[int, ...]) -> bool:
     if tensor.is_conj() or tensor.is_neg():
         return False
@@ -464,7 +451,7 @@ def empty_gradient(param: nn.Parameter) -> torch.Tensor:
     )
 
 
-def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float) -> None:
+def average_sparse(params: Collection[nn.Parameter], group: ProcessGroup, scale: float) -> None:
     """Averages sparse gradients over the ranks and multiplies them by `scale`.
 
     One collective exchanges the row counts; one more collective per parameter exchanges the rows.
@@ -484,28 +471,3 @@ def _coalesced(param: nn.Parameter) -> torch.Tensor:
     assert param.grad is not None
     gradient = param.grad.detach()
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-
-
-class BucketWires:
-    """Stores a `Wire` for each bucket; a wire keeps the rounding errors of the bucket's gradients.
-
-    Args:
-        kind: the format to which gradients are rounded; None if they are not rounded.
-    """
-
-    def __init__(self, kind: WireKind | None) -> None:
-        self.kind = kind
-        self._wires: dict[int, tuple[Sequence[str], Wire]] = {}
-
-    def of(self, bucket: int, names: Sequence[str]) -> Wire | None:
-        """Returns the wire for a bucket that contains the gradients of the parameters in `names`.
-
-        A new wire replaces the old one when the bucket's set of gradients changes, for example because some parameters
-        are unused.
-        """
-        if self.kind is None:
-            return None
-        known = self._wires.get(bucket)
-        if known is None or known[0] != names:
-            known = self._wires[bucket] = (names, Wire(self.kind))
-        return known[1]

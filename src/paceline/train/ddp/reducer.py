@@ -41,7 +41,13 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm.group.eager import eager
 from paceline.errors import CollectiveError
 from paceline.train.autograd_graph import NO_BACKWARD, find_tensors, in_backward, running_backward, used_parameters
-from paceline.train.ddp.error_text import AFTER_AN_ERROR, add_context, averaging_context
+from paceline.train.ddp.error_text import (
+    AFTER_AN_ERROR,
+    add_context,
+    averaging_context,
+    late_gradient_text,
+    missing_gradient_text,
+)
 from paceline.train.ddp.gradient_averager import GradientAverager
 from paceline.train.ddp.optimizer_in_backward import step_params, take_over_steps
 from paceline.train.training_events import RecordedSteps
@@ -71,9 +77,7 @@ AFTER_BEGIN = {
 class Reducer:
     """Averages the gradients of a module during each backward pass and at its end.
 
-    Args:
-        averager: the object that averages the gradients.
-        name: the name of the module's class, for error messages.
+    Error messages contain `name`, the name of the module's class.
     """
 
     def __init__(self, averager: GradientAverager, name: str) -> None:
@@ -128,11 +132,7 @@ class Reducer:
     # - Calls before and after forward
 
     def before_forward(self, inputs: object) -> None:
-        """Checks that the latest backward pass averaged all gradients, and passes the inputs to the averager.
-
-        Raises:
-            RuntimeError: parameters have no gradient; the message contains their names and the fix.
-        """
+        """Calls `require_averaged`, and passes the inputs to the averager."""
         if self._state in (BackwardState.BACKWARD, BackwardState.COMPLETING):
             raise RuntimeError(f"{self._me()}: {AFTER_AN_ERROR}")
         self.require_averaged()
@@ -200,7 +200,7 @@ class Reducer:
         Only reentrant checkpointing runs a separate backward pass through recomputed outputs. With non-reentrant
         checkpointing, the running backward pass uses them and averages as usual.
         """
-        self._outputs.watch_recomputed(_differentiable(output), self._begin)
+        self._outputs.watch(_differentiable(output), self._begin, is_recomputed=True)
 
     def awaits_backward(self) -> bool:
         """Returns True if no backward pass has started since the latest forward pass."""
@@ -209,11 +209,7 @@ class Reducer:
     # - Averages without a backward pass
 
     def contribute_zeros(self) -> list[torch.Tensor | None]:
-        """Contributes zeros to the other ranks' average, and sets this rank's gradients to the result.
-
-        Returns:
-            The previous gradients of this rank.
-        """
+        """Contributes zeros to the average, sets this rank's gradients to it, and returns the previous gradients."""
         self._state = BackwardState.IDLE
         own = self._averager.replace_by_zeros()
         self._average()
@@ -256,7 +252,8 @@ class Reducer:
                     if self._state is not backward:
                         return  # this gradient is reduced when backward ends, or not at all
                 if not count(index):
-                    raise RuntimeError(f"{self._me()}: {self._averager.late_text(index)}")
+                    text = late_gradient_text(self._gradients.names[index], self._averager.static_graph)
+                    raise RuntimeError(f"{self._me()}: {text}")
 
         return hook
 
@@ -311,7 +308,9 @@ class Reducer:
                 self._raise_missing("this backward", missing)
 
     def _raise_missing(self, which: str, missing: Sequence[str]) -> None:
-        raise RuntimeError(f"{self._me()}: {self._averager.missing_text(which, missing)}")
+        held = self._gradients
+        text = missing_gradient_text(which, missing, held.frozen(), len(held.names), self._averager.static_graph)
+        raise RuntimeError(f"{self._me()}: {text}")
 
     def _me(self) -> str:
         return f"rank {self._averager.group.me.rank}"
@@ -320,8 +319,7 @@ class Reducer:
 class OutputHooks:
     """Installs hooks on the outputs of forward passes; the hooks run when a backward pass reaches the outputs.
 
-    Args:
-        lock: the lock that is held while a hook runs, because autograd uses one thread per device.
+    A hook holds the lock while it runs, because autograd uses one thread per device.
 
     Attributes:
         task: autograd's task id of the running backward pass; `on_begin` sets it.
@@ -340,22 +338,21 @@ class OutputHooks:
         self.task = NO_BACKWARD
         self.unreached = 0
 
-    def watch(self, outputs: Iterable[torch.Tensor], on_begin: Callable[[int], None]) -> None:
+    def watch(
+        self, outputs: Sequence[torch.Tensor], on_begin: Callable[[int], None], *, is_recomputed: bool = False
+    ) -> None:
         """Registers hooks that call `on_begin` when a backward pass other than `self.task` reaches one of `outputs`.
 
         Args:
             outputs: the tensors of a forward pass that require gradients.
             on_begin: the function to call with autograd's task id of the backward pass.
+            is_recomputed: whether the outputs were recomputed; they have already been counted.
         """
-        self.in_other = False
+        if not is_recomputed:
+            self.in_other = False
+            self.unreached += len(outputs)
         for tensor in outputs:
-            self.unreached += 1
-            tensor.register_hook(self._hook(on_begin, is_counted=True))
-
-    def watch_recomputed(self, outputs: Iterable[torch.Tensor], on_begin: Callable[[int], None]) -> None:
-        """Registers the same hooks on recomputed outputs, which have already been counted."""
-        for tensor in outputs:
-            tensor.register_hook(self._hook(on_begin, is_counted=False))
+            tensor.register_hook(self._hook(on_begin, is_counted=not is_recomputed))
 
     def mark_unwatched(self, others: Iterable[torch.Tensor]) -> None:
         """Sets `in_other` in each backward pass that reaches `others`, the outputs of a forward pass in `no_sync`."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from paceline.train.ddp.arguments import choose_bucket_caps, choose_buffer_sync, require_whole_pairs
+import paceline
+from paceline.parallel import hooks
+from paceline.train.ddp.arguments import choose_bucket_caps, choose_buffer_sync, require_hook, require_whole_pairs
 from paceline.train.ddp.bucket_assignment import make_buckets
 
 MIB = 1 << 20
@@ -55,3 +59,42 @@ def test_bucket_caps_are_given_in_mebibytes():
 def test_half_a_pair_is_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         require_whole_pairs(*arguments)
+
+
+def annotated(bucket: object, result: object) -> Callable[..., object]:
+    def hook(state: object, bucket: object) -> object:
+        return None
+
+    hook.__annotations__ = {"state": object, "bucket": bucket, "return": result}
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (annotated(int, torch.futures.Future[torch.Tensor]), "`bucket` is annotated as <class 'int'>"),
+        (annotated(list[torch.Tensor], Any), "`bucket` is annotated as list"),
+        (annotated(paceline.GradBucket, int), "annotated to return <class 'int'>"),
+        (annotated(torch.distributed.GradBucket, torch.Tensor), "annotated to return"),
+        (annotated(paceline.GradBucket, None), "annotated to return None"),
+    ],
+)
+def test_a_hook_with_a_wrong_annotation_is_refused_as_by_torch(hook, text):
+    with pytest.raises(ValueError, match=text):
+        require_hook(hook)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda state, bucket: None,
+        annotated(torch.distributed.GradBucket, torch.futures.Future[torch.Tensor]),
+        annotated(paceline.GradBucket, hooks.DeferredFuture[torch.Tensor]),
+        annotated(object, torch.futures.Future[torch.Tensor] | paceline.Work),
+        annotated("GradBucket", "Future"),
+        annotated(Any, Any),
+        *(getattr(hooks, name) for name in hooks.__all__ if name.endswith("_hook")),
+    ],
+)
+def test_a_hook_with_other_annotations_is_accepted(hook):
+    require_hook(hook)

@@ -189,12 +189,25 @@ def test_a_sparse_gradient_is_refused_by_name():
 
 
 def test_a_gradient_of_another_type_is_refused_by_name():
-    param = nn.Parameter(torch.ones(2))
-    gradients = gradients_of(param)
-    param.data = param.data.double()
-    param.grad = torch.ones(2, dtype=torch.float64)
+    converted, other = nn.Parameter(torch.ones(2)), with_gradient(torch.ones(2), torch.ones(2))
+    gradients = gradients_of(converted, other)
+    converted.data = converted.data.double()
+    converted.grad = torch.ones(2, dtype=torch.float64)
     with pytest.raises(TypeError, match=r"'p0'.*float64.*float32.*Convert the module first"):
         gradients.collect(copy_shared=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_bucket_follows_the_conversion_of_its_parameters(dtype):
+    module = nn.ParameterList([torch.ones(2, 3), torch.ones(5)])
+    gradients = gradients_of(*module)
+    module.to(dtype)
+    for param in module:
+        param.grad = torch.full_like(param, 2)
+    memory = gradients.collect(copy_shared=False)
+    assert gradients.dtype is dtype and memory.count == 11
+    assert memory.pieces[1::2] == [param.nbytes for param in module]
+    assert [tensor.data_ptr() for tensor in memory.tensors] == [param.grad.data_ptr() for param in module]
 
 
 def test_a_gradient_that_is_a_part_of_another_is_seen():
