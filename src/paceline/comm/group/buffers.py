@@ -48,11 +48,7 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
 def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
-    """Converts a tensor or a sequence of tensors to a list.
-
-    Raises:
-        TypeError: the argument is neither a tensor nor a sequence.
-    """
+    """Converts a tensor or a sequence of tensors to a list."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     if isinstance(tensors, (list, tuple)) and all(isinstance(tensor, torch.Tensor) for tensor in tensors):
@@ -61,11 +57,7 @@ def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
 
 
 def require_tensors(call: str, **arguments: object) -> None:
-    """Checks that each of a call's arguments, given by name, is a single tensor.
-
-    Raises:
-        TypeError: an argument is not a tensor.
-    """
+    """Checks that each of a call's arguments, given by name, is a single tensor."""
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{call}: {name} must be a tensor, not {kind_of(value)}")
@@ -85,11 +77,7 @@ def kind_of(value: object) -> str:
 
 
 def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
-    """Returns the code of the tensors' common dtype.
-
-    Raises:
-        TypeError: the tensors are not dense, or do not share one supported dtype.
-    """
+    """Returns the code of the tensors' common dtype."""
     first = tensors[0].dtype if tensors else torch.uint8
     for tensor in tensors:
         if tensor.layout is not torch.strided:
@@ -118,11 +106,7 @@ def memory_layout(tensor: torch.Tensor) -> MemoryLayout:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's values.
-
-    Raises:
-        ValueError: the tensor has elements but no memory.
-    """
+    """Returns the address of a tensor's values; raises a ValueError if the tensor has elements but no memory."""
     address = tensor.data_ptr()
     if address == 0 and tensor.is_cpu and tensor.numel() > 0:
         raise ValueError(
@@ -153,11 +137,7 @@ def as_memory(tensor: torch.Tensor) -> memoryview:
 
 
 def empty_buffers(lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Allocates uninitialized uint8 tensors of the given lengths, each with its own memory.
-
-    Raises:
-        RuntimeError: the memory cannot be allocated.
-    """
+    """Allocates uninitialized uint8 tensors of the given lengths, each with its own memory."""
     return [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
 
 

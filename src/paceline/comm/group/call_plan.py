@@ -36,17 +36,11 @@ CallPlan = tuple[CollectiveCall, Buffers]
 
 
 _MOST_TAG = 2**31 - 1  # the core's tags have 32 bits
-
-
 _NOT_A_REDUCTION = "op must be a paceline.ReduceOp, a paceline.PremulSum or a torch.distributed.ReduceOp, not {}"
-
-
 _UNSET = timedelta(0)
-
 
 # Torch's reductions without a factor are looked up first, because most calls in torch programs use one of them.
 _TORCHS_KIND: Any = getattr(getattr(torch.distributed, "ReduceOp", None), "RedOpType", None)
-
 
 _BY_TORCHS_KIND: dict[object, ReduceOp] = {
     kind: ReduceOp[name]
@@ -54,9 +48,7 @@ _BY_TORCHS_KIND: dict[object, ReduceOp] = {
     if name in ReduceOp.__members__ and name != ReduceOp.PREMUL_SUM.name
 }
 
-
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
-
 
 # For each dtype that is not complex: the code of the dtype, and for each reduction its code, or -1 if the core cannot
 # apply it to this dtype directly. The codes are plain integers, because enum members are slow to hash and to convert.
@@ -68,19 +60,9 @@ QUICK_CODES: dict[torch.dtype, tuple[int, list[int]]] = {
 
 
 class RankMap:
-    """The ranks in a group, numbered by their positions in the group (group ranks) and in the default group.
+    """The ranks in a group, numbered by their positions in the group (group ranks) and in the default group (`ranks`).
 
-    Args:
-        members: the ranks with their hosts and processes, in the order of their group ranks.
-        rank: this process's group rank.
-        group: the description of the group in error messages.
-
-    Attributes:
-        members: the ranks with their hosts and processes, in the order of their group ranks.
-        ranks: the members' ranks in the default group, in the same order.
-        size: the number of ranks in the group.
-        rank: this process's group rank.
-        me: this rank with its host and process, formatted in error messages as "rank 3 (host, pid 4711)".
+    `group` describes the group in error messages.
     """
 
     def __init__(self, members: Sequence[RankIdentity], rank: int, group: str) -> None:
@@ -97,11 +79,7 @@ class RankMap:
     def root_rank(
         self, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
     ) -> int:
-        """Returns the group rank of a root or peer given as `rank` (in the default group) or as `group_rank`.
-
-        Raises:
-            ValueError: both are given, neither is given and there is no `default`, or the rank is not in the group.
-        """
+        """Returns the group rank of a root or peer given as `rank` (in the default group) or as `group_rank`."""
         if rank is not None and group_rank is not None:
             raise ValueError(f"{call}: {name} and group_{name} are mutually exclusive; pass one of them")
         if rank is not None:
@@ -115,16 +93,7 @@ class RankMap:
         return group_rank
 
     def group_rank_of(self, rank: int, call: str, name: str) -> int:
-        """Converts a rank in the default group to a group rank.
-
-        Args:
-            rank: the rank in the default group.
-            call, name: the called function and its argument, for the error message.
-
-        Raises:
-            TypeError: the rank is not an integer.
-            ValueError: the rank is not a member of the group.
-        """
+        """Converts a rank in the default group to a group rank; `call` and `name` appear in error messages."""
         if rank not in self.ranks:
             if not hasattr(rank, "__index__"):
                 raise TypeError(f"{call}: {name} is {short_repr(rank)} ({type(rank).__name__}); a rank is an integer")
@@ -132,22 +101,14 @@ class RankMap:
         return self.ranks.index(rank)
 
     def require_root(self, root: int, call: str) -> None:
-        """Checks that `root` is a group rank.
-
-        Raises:
-            ValueError: `root` is not a group rank.
-        """
+        """Checks that `root` is a group rank."""
         if not 0 <= root < self.size:
             raise ValueError(
                 f"rank {self.me.rank}: {call}: the root is group rank {root}; {self} has ranks 0 to {self.size - 1}"
             )
 
     def require_peer(self, peer: int, call: str, name: str) -> None:
-        """Checks that `peer` is a rank in the group other than this rank.
-
-        Raises:
-            ValueError: `peer` is this rank, or is not in the group.
-        """
+        """Checks that `peer` is a rank in the group other than this rank."""
         if not 0 <= peer < self.size:
             raise ValueError(
                 f"rank {self.me.rank}: {call}: {name} is group rank {peer}; {self} has ranks 0 to {self.size - 1}"
@@ -327,11 +288,7 @@ def plan_barrier(timeout_ns: int) -> CallPlan:
 def checked_reduction(
     tensors: Sequence[torch.Tensor], op: Reduction, call: str, any_order: bool = False
 ) -> tuple[int, int, Buffers]:
-    """Returns the codes of the dtype and the reduction, and empty buffers with the scale factor from `op`.
-
-    Raises:
-        TypeError: `op` is not a reduction, or is not defined for the tensors.
-    """
+    """Returns the codes of the dtype and the reduction, and empty buffers with the scale factor from `op`."""
     code = dtype_code(tensors, call)
     op = required_reduction(op)
     scale = op.factor if isinstance(op, PremulSum) else None
@@ -352,12 +309,7 @@ def reduces(dtype: int, reduce_op: int) -> bool:
 
 
 def checked_tag(tag: int, call: str) -> int:
-    """Returns `tag` if it is valid.
-
-    Raises:
-        TypeError: `tag` is not an integer.
-        ValueError: `tag` is negative, or has more than 31 bits.
-    """
+    """Returns `tag` if it is an integer of at most 31 bits that is not negative."""
     if not hasattr(tag, "__index__"):
         raise TypeError(f"{call}: tag is {short_repr(tag)}; it must be an integer")
     if not 0 <= tag <= _MOST_TAG:
@@ -366,11 +318,7 @@ def checked_tag(tag: int, call: str) -> int:
 
 
 def parts_by_rank(whole: torch.Tensor, count: int, rank_map: RankMap, call: str, name: str) -> list[torch.Tensor]:
-    """Divides `whole` into one-dimensional views of `count` elements, one for each rank.
-
-    Raises:
-        ValueError: `whole` has the wrong number of elements, or is not contiguous.
-    """
+    """Divides `whole`, which must be contiguous, into one-dimensional views of `count` elements, one for each rank."""
     if whole.numel() != count * rank_map.size:
         raise ValueError(
             f"rank {rank_map.me.rank}: {call}: {name} has {whole.numel()} elements; with {rank_map.size} ranks of "
@@ -385,14 +333,7 @@ def parts_by_rank(whole: torch.Tensor, count: int, rank_map: RankMap, call: str,
 def rows_by_rank(
     whole: torch.Tensor, sizes: Sequence[int] | None, rank_map: RankMap, call: str, name: str
 ) -> list[torch.Tensor]:
-    """Divides `whole` along its first dimension into parts for the ranks.
-
-    Rank r's part has `sizes[r]` rows. If `sizes` is None, all parts have the same number of rows.
-
-    Raises:
-        ValueError: the sizes do not add up to the number of rows, the rows cannot be divided evenly, or the tensor has
-            no dimensions.
-    """
+    """Divides `whole` along its first dimension: rank r's part has `sizes[r]` rows; by default, all parts are equal."""
     if whole.dim() == 0:
         raise ValueError(
             f"rank {rank_map.me.rank}: {call}: {name} has no dimensions, and therefore no rows to divide among "
@@ -415,15 +356,7 @@ def rows_by_rank(
 
 
 def split_sizes(sizes: Iterable[SupportsIndex] | None, call: str, name: str) -> list[int] | None:
-    """Returns the sizes of the ranks' parts as a list of integers, or None if there are none.
-
-    Args:
-        sizes: a list, or any other iterable of integers, such as a NumPy array.
-        call, name: the called function and its argument, for the error message.
-
-    Raises:
-        TypeError: `sizes` is not an iterable of integers.
-    """
+    """Converts an iterable of integers, such as a NumPy array, to a list; returns None if it is empty or None."""
     if sizes is None:
         return None
     try:
@@ -435,12 +368,7 @@ def split_sizes(sizes: Iterable[SupportsIndex] | None, call: str, name: str) -> 
 
 
 def lists_by_rank(lists: Sequence[Tensors], rank_map: RankMap, call: str, argument: str) -> list[list[torch.Tensor]]:
-    """Returns the entries of `lists`, one for each rank, as lists of tensors.
-
-    Raises:
-        ValueError: the number of entries differs from the number of ranks.
-        TypeError: `lists` is not a list, or an entry is neither a tensor nor a list of tensors.
-    """
+    """Returns the entries of `lists`, one for each rank, as lists of tensors."""
     if not isinstance(lists, Sized):
         raise TypeError(
             f"{call}: {argument} is {short_repr(lists)}; it must be a list with one entry for each of the "
@@ -456,9 +384,6 @@ def are_uneven(lists: Sequence[Tensors], rank_map: RankMap, call: str) -> bool:
     """Returns True if there is one entry for each rank, and the entries differ in size.
 
     The decision depends only on a list that all ranks pass with the same sizes, so all ranks make the same calls.
-
-    Raises:
-        TypeError: an entry is neither a tensor nor a list of tensors.
     """
     if isinstance(lists, torch.Tensor) or not isinstance(lists, Sized) or len(lists) != rank_map.size:
         return False
@@ -468,11 +393,7 @@ def are_uneven(lists: Sequence[Tensors], rank_map: RankMap, call: str) -> bool:
 def require_counts(
     lists: Sequence[list[torch.Tensor]], count: int, rank_map: RankMap, call: str, argument: str
 ) -> None:
-    """Checks that each of `lists` has `count` elements.
-
-    Raises:
-        ValueError: one of the lists has the wrong number of elements.
-    """
+    """Checks that each of `lists` has `count` elements."""
     for entry, tensors in enumerate(lists):
         if count_elements(tensors) != count:
             raise ValueError(
@@ -484,11 +405,7 @@ def require_counts(
 def require_own_count(
     lists: Sequence[list[torch.Tensor]], count: int, rank_map: RankMap, call: str, argument: str
 ) -> None:
-    """Checks that this rank's entry in `lists`, whose entries differ in size, has `count` elements.
-
-    Raises:
-        ValueError: the entry has the wrong number of elements.
-    """
+    """Checks that this rank's entry in `lists`, whose entries differ in size, has `count` elements."""
     mine = rank_map.rank
     seen = count_elements(lists[mine])
     if seen != count:
@@ -511,11 +428,9 @@ def are_options(argument: object) -> TypeIs[TorchOptions]:
 
 
 def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
-    """Returns the timeout given by a call's arguments, or None if the group's timeout applies.
+    """Returns `timeout` or, if it is None, the timeout in `opts`, an option object or itself a timeout.
 
-    Args:
-        opts: an option object, or the timeout itself.
-        timeout: the timeout; takes precedence over `opts`.
+    None means the group's timeout.
     """
     if timeout is None:
         timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
@@ -523,11 +438,7 @@ def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
 
 
 def reduction_of(op: object) -> Reduction:
-    """Converts an option object, a torch reduction or a Paceline reduction to a Paceline reduction; None means SUM.
-
-    Raises:
-        TypeError: `op` has another type, or is a reduction that Paceline does not support.
-    """
+    """Converts an option object, a torch reduction or a Paceline reduction to a Paceline reduction; None means SUM."""
     if isinstance(op, (ReduceOp, PremulSum)):
         return op
     op = getattr(op, "reduceOp", op)
@@ -548,24 +459,14 @@ def reduction_of(op: object) -> Reduction:
 
 
 def required_reduction(op: object) -> Reduction:
-    """Converts a reduction like `reduction_of`, but rejects None, as torch's functions do.
-
-    Raises:
-        TypeError: `op` is None, or is not a reduction that Paceline supports.
-    """
+    """Converts a reduction like `reduction_of`, but rejects None, as torch's functions do."""
     if op is None:
         raise TypeError(_NOT_A_REDUCTION.format("None"))
     return reduction_of(op)
 
 
 def one_list(lists: Sequence[Tensors], call: str) -> Sequence[torch.Tensor]:
-    """Unwraps the only list in `lists`; torch programs pass one list per device.
-
-    A plain list of tensors is returned unchanged.
-
-    Raises:
-        ValueError: there is not exactly one list.
-    """
+    """Unwraps the only list in `lists`; torch programs pass one list per device. A list of tensors stays unchanged."""
     if lists and isinstance(lists[0], torch.Tensor):
         return cast("Sequence[torch.Tensor]", lists)
     if len(lists) != 1:

@@ -65,11 +65,7 @@ WireLike = WireKind | Wire | None
 
 
 def checked_kind(kind: object) -> WireKind:
-    """Returns `kind` if it is a format.
-
-    Raises:
-        ValueError: there is no such format.
-    """
+    """Returns `kind` if it is a format."""
     for known in get_args(WireKind):
         if kind == known:
             return known  # type: ignore[no-any-return]  # `known` is a member of the Literal
@@ -84,14 +80,7 @@ def is_quantizable(call: CollectiveCall) -> bool:
 def with_wire(plan: CallPlan, wire: WireLike, ranks: int) -> CallPlan:
     """Returns the plan for an all_reduce, a reduce_scatter or an all_gather, modified to round data to `wire`.
 
-    Args:
-        plan: the call and its buffers.
-        wire: the format, or None to return the plan unchanged.
-        ranks: the number of ranks in the group.
-
-    Raises:
-        TypeError: the call does not sum or move floats that can be rounded.
-        ValueError: there is no such format, or the ranks' parts differ in size.
+    `ranks` is the number of ranks in the group. If `wire` is None, the plan is returned unchanged.
     """
     if wire is None:
         return plan

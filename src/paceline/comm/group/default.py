@@ -72,14 +72,7 @@ Group = ProcessGroup | NonMember | None
 
 
 class World:
-    """A default group with its store, engines and subgroups.
-
-    Args:
-        store: the store used for the rendezvous.
-        engines: the engines that `group` and its subgroups use.
-        group: the group of all ranks.
-        timeout_s: the default timeout for subgroups, in seconds.
-    """
+    """A default group with its store, engines and subgroups; `timeout_s` is the default timeout for subgroups."""
 
     def __init__(self, store: Store, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
         self.store = store
@@ -172,11 +165,7 @@ def own_world() -> OwnWorld | None:
 
 
 def default_world() -> World:
-    """Returns the world whose group is the default group.
-
-    Raises:
-        ValueError: there is no default group.
-    """
+    """Returns the world whose group is the default group; raises a ValueError if there is none."""
     world = find_world()
     if world is None and _inherited is not None:
         raise ValueError(
@@ -189,21 +178,12 @@ def default_world() -> World:
 
 
 def default_group() -> ProcessGroup:
-    """Returns the default group.
-
-    Raises:
-        ValueError: there is no default group.
-    """
+    """Returns the default group; raises a ValueError if there is none."""
     return default_world().group
 
 
 def given_or_default(group: ProcessGroup | None) -> ProcessGroup:
-    """Returns `group`, or the default group if it is None.
-
-    Raises:
-        TypeError: `group` is not a Paceline group.
-        ValueError: there is no default group.
-    """
+    """Returns `group`, or the default group if it is None; raises a TypeError for groups of other libraries."""
     if group is None:
         return default_world().group
     if isinstance(group, ProcessGroup):
@@ -212,16 +192,10 @@ def given_or_default(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def resolve(group: Group, call: str = "") -> ProcessGroup | None:
-    """Returns the group to use for a call, or None if this rank is not a member.
+    """Returns the group to use for a call, or None if this rank is not a member of `group`.
 
-    Args:
-        group: the group, or None for the default group.
-        call: the name of the collective, for a warning if this rank is not a member and the collective therefore has no
-            effect; "" for no warning.
-
-    Raises:
-        TypeError: `group` is not a Paceline group.
-        ValueError: `group` is None, and there is no default group.
+    If `call`, the name of a collective, is given, a rank that is not a member issues a warning that the collective has
+    no effect.
     """
     if group is None:  # inlines `default_group`, which saves two function calls in every collective
         return default_world().group if _world is None else _world.group
@@ -413,11 +387,7 @@ class Backend(str):
     default_device_backend_map = _BEST
 
     def __new__(cls, name: str) -> Backend:
-        """Returns the name in lower case.
-
-        Raises:
-            ValueError: `name` is not a string.
-        """
+        """Converts the name to lower case."""
         if not isinstance(name, str):
             raise ValueError(f"Backend takes the name of a backend, not {name!r}")
         return super().__new__(cls, name.lower())

@@ -34,9 +34,7 @@ class Devices:
     """The engine groups of one process group, one per device. The first call on an accelerator opens its group.
 
     Args:
-        on_cpu: the engine group for CPU tensors.
         openers: the functions that open the group on other devices, by device type.
-        backend: the backend's name, for error messages.
         record: a function that adds an open group and its device type to the recording, and returns the group's serial
             number.
         advice: the advice in error messages about tensors on a device without an opener; the default advice suggests an
@@ -68,12 +66,7 @@ class Devices:
     def of(self, tensors: Sequence[torch.Tensor], call: object) -> OpenGroup:
         """Returns the engine group for the device of `tensors`, or for the CPU if there are no tensors.
 
-        Args:
-            tensors: the tensors of a call.
-            call: the call's name, or an object that `str` converts to the name.
-
-        Raises:
-            TypeError: there is no engine for the device, or the tensors are on different devices.
+        `call` is the call's name for error messages, or an object that `str` converts to the name.
         """
         if all(tensor.is_cpu for tensor in tensors):
             return self._on_cpu
@@ -135,13 +128,8 @@ _FINDS_MEMBERS = _ENCRYPTS = "paceline"
 class Engines:
     """Starts engines on demand, opens groups with them, and shuts them down in `close`.
 
-    Args:
-        context: the context in which the engines start; its members are not set yet.
-        backend: the default group's backend.
-        between_hosts: the name of the engine that moves data between hosts if "paceline" is the engine for CPU tensors.
-
-    Raises:
-        ValueError: an engine lacks a prerequisite.
+    The members in `context` are not set yet. The engine `between_hosts` moves data between hosts if "paceline" is the
+    engine for CPU tensors.
     """
 
     def __init__(self, context: EngineContext, backend: BackendChoice, between_hosts: str | None = None) -> None:
@@ -174,10 +162,9 @@ class Engines:
         return self._context.members
 
     def start(self, backend: BackendChoice) -> None:
-        """Starts the engine for CPU tensors; every rank calls this. Other engines start when they are first needed.
+        """Starts the engine for CPU tensors, and checks that the others, which are started when needed, can start.
 
-        Raises:
-            ValueError: an engine lacks a prerequisite, even if that engine is not started yet.
+        Every rank calls this.
         """
         for device_type, name in backend.engines.items():
             if device_type == "cpu":
@@ -247,10 +234,7 @@ def permitted(backend: BackendChoice, rank: int, members: Sequence[RankIdentity]
     """Returns `backend` without the engines that the job's security level or single port forbids for these members.
 
     If the program did not specify a backend, tensors on an accelerator whose engine is forbidden are staged through
-    host memory.
-
-    Raises:
-        ValueError: the program specified an engine that is forbidden.
+    host memory. A forbidden engine that the program specified raises a ValueError.
     """
     refused = []
     for device_type, name in backend.engines.items():
@@ -264,11 +248,7 @@ def permitted(backend: BackendChoice, rank: int, members: Sequence[RankIdentity]
 
 
 def require_permitted(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
-    """Checks that the job's security level and single port permit an engine to connect the members.
-
-    Raises:
-        ValueError: the engine is not permitted.
-    """
+    """Checks that the job's security level and single port permit an engine to connect the members."""
     hosts = sorted({member.host for member in members})
     if engine == _ENCRYPTS or len(hosts) == 1:
         return

@@ -67,10 +67,8 @@ def applies_updates(group: ProcessGroup) -> bool:
 def share_on_host(group: ProcessGroup, nbytes: int) -> _core.SharedMemory:
     """Allocates `nbytes` bytes of zeroed memory shared by the ranks on this host; all ranks in `group` must call this.
 
-    `host_ranks(group)` must not be None.
-
-    Raises:
-        OutOfDescriptorsError, MemoryError: a rank has no descriptors or memory left; all ranks raise the error.
+    `host_ranks(group)` must not be None. If any rank has too few descriptors or too little memory, all ranks raise an
+    error.
     """
     ranks = host_ranks(group)
     assert ranks is not None

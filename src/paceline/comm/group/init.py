@@ -339,14 +339,7 @@ def open_on(
 def form_apart(store: Store, rank: int, world_size: int, timeout_s: float, options: GroupOptions) -> World:
     """Forms a group with the engine "paceline", independently of the default group; any thread may call this.
 
-    Args:
-        store: the store for the rendezvous; the caller closes it.
-        rank, world_size: this rank and the number of ranks.
-        timeout_s: the time to wait for the other ranks while the group forms and in the group's calls, in seconds.
-        options: the group's options.
-
-    Raises:
-        RendezvousError, AuthenticationError, StoreError: the rendezvous failed.
+    The caller closes the store. `timeout_s` applies to the formation of the group and to its calls.
     """
     backend = choose("paceline")
     recorder.begin()
@@ -403,11 +396,7 @@ def perform_rendezvous(
 
 
 def make_current(device_id: torch.device | int | None, backend: BackendChoice) -> torch.device | None:
-    """Makes an accelerator the current device and returns it, or returns None if `device_id` is None or a CPU.
-
-    Raises:
-        ValueError: the device has no index or does not exist, or the backend has no engine for it.
-    """
+    """Makes an accelerator the current device and returns it, or returns None if `device_id` is None or a CPU."""
     if device_id is None:
         return None
     accelerator = current_accelerator()
@@ -438,11 +427,7 @@ def make_current(device_id: torch.device | int | None, backend: BackendChoice) -
 def require_elastic(
     backend: str | None, init_method: str | None, store: Store | None, world_size: int, rank: int
 ) -> None:
-    """Checks that these arguments are valid in an elastic job.
-
-    Raises:
-        ValueError: an argument is passed that the launcher sets, or the launcher does not run an elastic job.
-    """
+    """Checks that these arguments are valid in an elastic job."""
     if backend not in (None, "paceline", "cpu:paceline"):
         raise ValueError(
             f"backend is {backend!r} with elastic=True; elastic training runs on 'paceline', which adds gradients in "
@@ -460,12 +445,7 @@ def require_elastic(
 
 
 def require_between(between_hosts: str | None, backend: BackendChoice, algorithm: str | None) -> None:
-    """Checks that `between_hosts` is compatible with the other arguments.
-
-    Raises:
-        ValueError: `between_hosts` is not an engine for CPU tensors, or is incompatible with the backend or the
-            algorithm.
-    """
+    """Checks that `between_hosts` is compatible with the other arguments."""
     if between_hosts is None:
         return
     if choose(between_hosts).engines["cpu"] != between_hosts or backend.engines["cpu"] != "paceline":
@@ -480,11 +460,7 @@ def require_between(between_hosts: str | None, backend: BackendChoice, algorithm
 
 
 def require_wire(wire: object, backend: BackendChoice, between_hosts: str | None, elastic: bool = False) -> None:
-    """Checks that a group's `wire` is a format that is compatible with the other arguments.
-
-    Raises:
-        ValueError: there is no such format, or it is incompatible with the other arguments.
-    """
+    """Checks that a group's `wire` is a format that is compatible with the other arguments."""
     if wire is None:
         return
     kind = checked_kind(wire)
@@ -498,10 +474,6 @@ def require_wire(wire: object, backend: BackendChoice, between_hosts: str | None
 
 
 def require_no_options(pg_options: None, call: str) -> None:
-    """Checks that `pg_options`, an argument for torch's backends, is None.
-
-    Raises:
-        ValueError: `pg_options` is not None.
-    """
+    """Checks that `pg_options`, an argument for torch's backends, is None."""
     if pg_options is not None:
         raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")

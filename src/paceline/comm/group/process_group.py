@@ -220,8 +220,7 @@ class ProcessGroup:
     def bind(self, device: torch.device | None) -> None:
         """Connects the group on this rank's accelerator; all ranks must call this. Does nothing if `device` is None.
 
-        Raises:
-            CollectiveError: the devices cannot be connected; the group is closed.
+        If the devices cannot be connected, the group is closed.
         """
         if device is None:
             return
@@ -797,10 +796,8 @@ class ProcessGroup:
             count: the number of elements in a part.
             inputs, outputs: the tensors.
             parts: the required numbers of parts in the inputs and in the outputs.
-            op: the reduction, if the operation has one.
-            root: the root's group rank, if the operation has a root.
-            are_whole: True if a single tensor contains all parts of the inputs, and another one all parts of the
-                outputs; False if each part is a separate tensor.
+            op, root: the reduction and the root's group rank, if the operation has them.
+            are_whole: True if a single tensor contains all parts of the inputs, and another all parts of the outputs.
         """
         quick = None if profiler._is_profiler_enabled else QUICK_CODES.get(dtype)
         if quick is None:
@@ -881,9 +878,7 @@ class ProcessGroup:
     def _run(self, plan: CallPlan, async_op: bool | None) -> Work | None:
         """Executes a planned call with the engine for the device of its tensors.
 
-        Args:
-            plan: the call and its buffers.
-            async_op: whether to return immediately. None waits and returns a finished `Work`, like torch's methods.
+        If `async_op` is None, waits and returns a finished `Work`, like torch's methods.
         """
         if self._closed:
             raise self.closed_error()

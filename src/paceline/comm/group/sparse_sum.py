@@ -17,17 +17,10 @@ from paceline.errors import CollectiveMismatchError
 
 
 class SparseSum:
-    """The reduction of a sparse COO tensor over all ranks, in place.
+    """The reduction of a sparse COO tensor over all ranks, in place, with SUM, AVG or a `PremulSum`.
 
-    Args:
-        tensor: this rank's tensor.
-        op: SUM, AVG or a `PremulSum`.
-
-    Attributes:
-        header: the number of this rank's rows and a checksum of the tensor's properties, to be gathered on all ranks.
-
-    Raises:
-        TypeError: `op` is any other reduction.
+    `header` contains the number of this rank's rows and a checksum of the tensor's properties. The caller gathers the
+    headers of all ranks.
     """
 
     def __init__(self, tensor: torch.Tensor, op: Reduction) -> None:
@@ -45,11 +38,7 @@ class SparseSum:
         self.header = torch.tensor([mine._nnz(), zlib.crc32(self._kind.encode())], device="cpu")
 
     def allocate(self, headers: Sequence[torch.Tensor], rank_map: RankMap) -> GatheredRows:
-        """Allocates memory for the rows of all ranks.
-
-        Raises:
-            CollectiveMismatchError: the ranks' tensors differ in shape, dtype or number of sparse dimensions.
-        """
+        """Allocates memory for the rows of all ranks, whose tensors must agree in shape, dtype and layout."""
         counts, kinds = torch.stack(list(headers)).T.tolist()
         others = [rank for rank, kind in zip(rank_map.ranks, kinds, strict=True) if kind != kinds[rank_map.rank]]
         if others:
@@ -80,9 +69,7 @@ class SparseSum:
 class GatheredRows:
     """Memory for the rows gathered from all ranks, all of one shape and dtype; `counts[r]` rows are from rank r.
 
-    Attributes:
-        mine: the bytes that this rank sends.
-        received: the bytes from all ranks; `received[r]` contains the bytes from rank r.
+    This rank sends the bytes in `mine`; `received[r]` receives those from rank r.
     """
 
     def __init__(self, mine: torch.Tensor, counts: Sequence[int]) -> None:

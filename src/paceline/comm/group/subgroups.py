@@ -199,10 +199,8 @@ Dimension = int | str
 class _Array:
     """The layout of a root mesh, shared by all slices of the mesh.
 
-    Attributes:
-        ranks: the ranks in the default group.
-        groups: this rank's group along each dimension.
-        flat: the meshes created by `_flatten`, by name.
+    `ranks` are ranks in the default group, `groups` are this rank's groups along each dimension, and `flat` contains
+    the meshes created by `_flatten`.
     """
 
     device_type: str

@@ -40,8 +40,6 @@ from paceline.durations import Timeout, to_nanoseconds
 from paceline.errors import CollectiveTimeoutError
 
 FOR_EVER_NS = 1 << 62
-
-
 _autograd: Any = torch.autograd  # untyped, because torch's stubs lack the functions used here
 
 
@@ -394,25 +392,16 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 
 
 _ANNOUNCED = (_core.Work, _core.Message)
-
-
 _SHORTEST_WAIT_NS = 200_000
-
-
 _LONGEST_WAIT_NS = 5_000_000
-
-
 _Arrival = tuple[PendingCall, Callable[[], None]]
 
 
 def when_done(call: PendingCall, then: Callable[[], None], device: torch.device | None = None) -> None:
     """Calls `then` on another thread when `call` is complete.
 
-    Args:
-        call: the call to watch.
-        then: the function to call, without arguments.
-        device: a device that the call uses. The thread makes it the current device before querying an event, since CUDA
-            might otherwise create a context on the first GPU.
+    The thread makes `device`, which the call uses, the current device before querying an event, since CUDA might
+    otherwise create a context on the first GPU.
     """
     level = getattr(_here, "level", -1) + 1
     with _starting:
@@ -505,18 +494,11 @@ def _is_over(call: PendingCall) -> bool:
 
 
 _threads: list[CompletionThread] = []
-
-
 _starting = threading.Lock()
-
-
 _here = threading.local()
-
 
 # PyTorch 2.13 records events that begin and end on different threads; 2.6 omits them.
 _ENDS_ON_ANY_THREAD = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-
-
 _other_thread: ThreadPoolExecutor | None = None
 
 

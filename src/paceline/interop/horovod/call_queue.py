@@ -61,15 +61,11 @@ _ROWS_MAY_DIFFER = (CallKind.SPARSE_ALLREDUCE, CallKind.ALLGATHER, CallKind.ALLT
 
 @dataclass
 class CallRequest(Generic[Result]):
-    """One rank's request for a collective call on a process set.
+    """One rank's request for a collective call. The tensors' dtypes and shapes must match across ranks.
 
     Args:
-        kind: The kind of call.
-        tensors: The tensors to send. Their dtypes and shapes must match across ranks; some kinds of calls permit
-            different numbers of rows.
         run: A function that executes the call on a group, once all ranks are ready, and returns the result.
-        details: The other arguments that must match.
-        name: The call's name, or None if the program did not pass one.
+        details: The arguments, other than the tensors and `name`, that must match across ranks.
         op: The reduction, for an all-reduce.
     """
 
@@ -107,14 +103,12 @@ class _Header:
     """The header that a rank sends before a call.
 
     Attributes:
-        kind: The kind of call.
         digest: The digest of the request's `text`.
         count: The number of tensors.
         is_awaited: Whether the rank's program is waiting for this call or a later one and therefore cannot start
             others.
         since: The number of header exchanges before the rank called `join`.
-        time_ns: The time of the call to `join`, in nanoseconds. Together with `since`, it determines which rank joined
-            last.
+        time_ns: The time of the call to `join`. Together with `since`, it determines which rank joined last.
     """
 
     kind: int
@@ -155,9 +149,7 @@ def _verdict(headers: Sequence[_Header]) -> _Verdict:
 class CallQueue:
     """Executes this rank's calls on one process set.
 
-    Args:
-        group: A group that contains the set's ranks, for exclusive use by this queue. `close` does not destroy the
-            group.
+    The queue uses `group`, which contains the set's ranks, exclusively. `close` does not destroy the group.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -175,9 +167,8 @@ class CallQueue:
     def submit(self, request: CallRequest[Result]) -> CallRequest[Result]:
         """Queues a call for execution on the queue's thread; returns `request` immediately.
 
-        Raises:
-            ValueError: a call of the same kind and name is pending. A call remains pending until the program has waited
-                for it or for a later call.
+        Raises a ValueError if a call of the same kind and name is pending. A call remains pending until the program has
+        waited for it or for a later call.
         """
         with self._condition:
             self._enter(request)
@@ -185,13 +176,7 @@ class CallQueue:
         return request
 
     def perform(self, request: CallRequest[Result]) -> Result:
-        """Executes a call after all queued calls and returns its result.
-
-        Raises:
-            ValueError: see `submit`.
-            CollectiveMismatchError: the ranks' calls do not match. Later calls are not affected.
-            PeerLostError, CollectiveTimeoutError: the call failed.
-        """
+        """Executes a call after all queued calls and returns its result; see `submit` for names."""
         request.is_awaited = True
         with self._condition:
             self._enter(request)
@@ -203,12 +188,7 @@ class CallQueue:
         return self.result(request)
 
     def barrier(self) -> None:
-        """Waits until all ranks have called `barrier` or `join`. Does not wait for asynchronous calls in progress.
-
-        Raises:
-            CollectiveMismatchError: another rank's program is waiting for a different call.
-            PeerLostError, CollectiveTimeoutError: the barrier failed.
-        """
+        """Waits until all ranks have called `barrier` or `join`. Does not wait for asynchronous calls in progress."""
         request: CallRequest[None] = CallRequest(CallKind.BARRIER, [], lambda group: None)
         with self._condition:
             self._require_open()
@@ -326,12 +306,7 @@ class CallQueue:
             request.future.set_exception(error)
 
     def _agree(self, request: CallRequest[Result]) -> None:
-        """Waits until every rank is ready for the same call; sends ranks in `join` the shapes of their contributions.
-
-        Raises:
-            CollectiveMismatchError: the calls differ, or a rank is waiting in `join` and cannot contribute to this
-                call.
-        """
+        """Waits until every rank is ready for the same call; sends ranks in `join` the shapes that they contribute."""
         digest = int.from_bytes(blake2b(request.text.encode(), digest_size=7).digest(), "big")
         while True:
             is_awaited = self._is_awaited(request)
@@ -426,12 +401,7 @@ class CallQueue:
 
 
 class CallHandle(Generic[Result]):
-    """The handle of an asynchronous call. Pass it to `poll` or `synchronize`.
-
-    Args:
-        queue: The queue to which the request was submitted.
-        request: The submitted request.
-    """
+    """The handle of an asynchronous call, which it submits to the queue. Pass it to `poll` or `synchronize`."""
 
     def __init__(self, queue: CallQueue, request: CallRequest[Result]) -> None:
         self._queue = queue

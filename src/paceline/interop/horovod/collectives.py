@@ -84,12 +84,7 @@ Op = ReduceOp | str
 
 
 def reduction(op: Op | None, average: bool | None = None) -> ReduceOp:
-    """Returns the reduction selected by `op` or by Horovod's older argument `average`.
-
-    Raises:
-        ValueError: both are given.
-        NotImplementedError: `op` is Adasum.
-    """
+    """Returns the reduction selected by `op` or by Horovod's older argument `average`."""
     if average is not None:
         if op is not None:
             raise ValueError("allreduce got both op and average, which is the older form of op; pass only op")

@@ -54,16 +54,11 @@ class _Bucket:
 
 
 class HorovodGradientReducer:
-    """Reduces the gradients of `params` during the backward pass.
+    """Reduces the gradients of `params`, which are in the same order on every rank, during the backward pass.
 
     A gradient is complete after `passes` backward passes. The reduction of a bucket starts when its gradients are
     complete and the reductions of all earlier buckets have started. The order of calls therefore does not depend on the
     order in which gradients are computed.
-
-    Args:
-        params: The parameters, in the same order on every rank.
-        passes: The number of backward passes to accumulate before a reduction.
-        how: The reduction options.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], passes: int, how: ReductionOptions) -> None:
@@ -98,11 +93,7 @@ class HorovodGradientReducer:
                 param.register_post_accumulate_grad_hook(self._on_gradient)
 
     def finish(self) -> None:
-        """Reduces the remaining buckets (missing gradients count as zeros) and waits for all buckets.
-
-        Raises:
-            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: a reduction failed.
-        """
+        """Reduces the remaining buckets (missing gradients count as zeros) and waits for all buckets."""
         try:
             for bucket in self._buckets[self._next :]:
                 self._begin(bucket)

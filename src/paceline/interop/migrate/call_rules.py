@@ -24,8 +24,7 @@ class MixedBackendsError(ValueError):
 def replace_gloo(node: cst.CSTNode, way: MigrationMode) -> dict[cst.CSTNode, cst.BaseExpression]:
     """Returns the string nodes in an expression that specify the gloo backend, with their replacements.
 
-    Raises:
-        MixedBackendsError: a string specifies several backends, and the program continues to use torch.distributed.
+    Raises a MixedBackendsError for a string with several backends if the program continues to use torch.distributed.
     """
     found: dict[cst.CSTNode, cst.BaseExpression] = {}
     for string in _strings(node):
@@ -65,9 +64,6 @@ def replacements_outside_calls(
     """Returns the replacements in assignments to the variables `names` and in comparisons with a backend.
 
     Comparisons are changed only if gloo occurs in an assignment or, if `is_named` is set, in a call.
-
-    Raises:
-        MixedBackendsError: see `replace_gloo`.
     """
     finder = _Values(reading, names, way)
     if finder.has_work():

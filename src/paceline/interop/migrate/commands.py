@@ -108,9 +108,7 @@ _SHARES_A_SECRET = re.compile(r"PACELINE_SECRET|SBATCH|\bsrun\b|SLURM_")
 def migrate_commands(text: str, backend_options: frozenset[str] = frozenset()) -> MigratedFile:
     """Returns the migrated text of a file that contains commands, and the findings.
 
-    Args:
-        text: The text of the file.
-        backend_options: The options of the program's scripts that supply the name of a backend.
+    `backend_options` are the options of the program's scripts that supply the name of a backend.
     """
     places: list[MigrationFinding] = []
     comments: dict[int, str] = {}  # the reasons to write in comments, by line number in the original text (from 1)

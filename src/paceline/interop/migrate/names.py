@@ -198,7 +198,7 @@ class MigrationFinding:
     Attributes:
         line: The 1-based line number in the original file.
         what: The subject, such as "torch.distributed.all_reduce".
-        reason: The reason why a manual change is required, or None if the location was migrated automatically.
+        reason: The reason why a manual change is required, or None.
         note: A note about a migrated location, or None.
     """
 

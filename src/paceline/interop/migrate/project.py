@@ -51,11 +51,7 @@ class MigratedProgram:
         return [place for file in self.files for place in file.after.places]
 
     def write(self) -> int:
-        """Writes the changed files; returns the number of files written.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Writes the changed files; returns the number of files written."""
         changed = [file for file in self.files if file.changes]
         for file in changed:
             with file.path.open("w", encoding="utf-8", newline="") as opened:
@@ -64,15 +60,9 @@ class MigratedProgram:
 
 
 def migrate(paths: Sequence[Path], way: MigrationMode | None = None) -> MigratedProgram:
-    """Migrates a program without writing any files.
+    """Migrates the program in these files and directories without writing any files.
 
-    Args:
-        paths: The program's files, or the directories that contain them.
-        way: The migration mode. By default, it is determined by the program's imports.
-
-    Raises:
-        FileNotFoundError: a path does not exist.
-        MissingLibCST: LibCST is required to parse the program's Python files and is not installed.
+    By default, the program's imports determine the migration mode `way`.
     """
     texts = {path: text for path in files_at(paths) if (text := _text(path)) is not None}
     scripts = {path: text for path, text in texts.items() if path.suffix == ".py"}
@@ -97,11 +87,7 @@ def migrate(paths: Sequence[Path], way: MigrationMode | None = None) -> Migrated
 
 
 def files_at(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yields the Python files, shell scripts, batch files, YAML files and Dockerfiles at these paths.
-
-    Raises:
-        FileNotFoundError: a path does not exist.
-    """
+    """Yields the Python files, shell scripts, batch files, YAML files and Dockerfiles at these paths."""
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist")
@@ -141,9 +127,8 @@ def _readings(
 ) -> tuple[dict[Path, PythonSource], dict[str, tuple[int, str]], list[tuple[Path, str]]]:
     """Parses the Python files that may need migration.
 
-    Returns:
-        The parsed files; for each file that uses a library that relies on torch's default group, the line and the
-        library; and the files with syntax errors.
+    Returns the parsed files; for each other file that uses a library that relies on torch's default group, the line and
+    the library; and the files with syntax errors.
     """
     if not texts:
         return {}, {}, []

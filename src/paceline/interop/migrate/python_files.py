@@ -53,8 +53,8 @@ class FileSummary:
     """Summary of a file for the migration.
 
     Attributes:
-        needs_migration: True if the file may have to be rewritten. The check ignores scopes, so it may be True for a
-            file that needs no migration. It is also True for files that this version of Python cannot parse.
+        needs_migration: True if the file may have to be rewritten, or cannot be parsed by this version of Python. The
+            check ignores scopes.
         group_user: The line at which the file first uses a library that relies on torch's default group, and the
             library; None if it uses no such library.
     """
@@ -122,14 +122,10 @@ def _chain(node: ast.expr) -> tuple[str, str] | None:
 
 
 def choose_mode(readings: Mapping[str, PythonSource], group_users: Mapping[str, tuple[int, str]]) -> ModeChoice:
-    """Returns the mode for a program.
+    """Returns the mode for a program, from its parsed files and the first such use in each other file.
 
     FSDP, DTensor, torch's checkpoints and some libraries require torch's default group. A program that uses any of
     these keeps torch.distributed and changes only its backend.
-
-    Args:
-        readings: The parsed files, by file name.
-        group_users: For each other file that uses such a library, the line and the library.
     """
     reasons = {file: f"{file}:{line} uses {library}, {_USES_GROUPS}" for file, (line, library) in group_users.items()}
     reasons |= {file: reason for file, reading in readings.items() if (reason := _reason_for_plugin(file, reading))}

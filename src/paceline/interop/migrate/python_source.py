@@ -80,11 +80,7 @@ class PythonSource:
 
 
 def read_source(text: str) -> PythonSource:
-    """Parses the text of a Python file.
-
-    Raises:
-        libcst.ParserSyntaxError: the text is not valid Python.
-    """
+    """Parses the text of a Python file."""
     wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
 
     def parents() -> Mapping[cst.CSTNode, cst.CSTNode]:
@@ -259,13 +255,8 @@ def _named(statement: cst.Import | cst.ImportFrom, first: str) -> Iterator[tuple
 class Edits:
     """The edits to a file, keyed by node.
 
-    Attributes:
-        module: The parsed file.
-        expressions: The replacements for expressions.
-        arguments: The arguments to add to calls.
-        imports: The replacements for import statements.
-        comments: The reasons to write in a comment above each statement.
-        modules: The additional modules to import.
+    `arguments` are added to calls, `comments` are the reasons to write above statements, and `modules` are additional
+    imports.
     """
 
     module: cst.Module

@@ -93,12 +93,7 @@ def replace_env_handler() -> None:
 def env_rendezvous_handler(
     url: str, timeout: timedelta | None = None, **_: Any
 ) -> Iterator[tuple[TorchStore, int, int]]:
-    """Yields the store, the rank and the world size, like torch's own handler.
-
-    Raises:
-        ValueError: the rank, the world size or the address is not set in the environment.
-        StoreError: the store cannot be reached.
-    """
+    """Yields the store, the rank and the world size, like torch's own handler."""
     from paceline.comm.rendezvous.environment import open_store, rank_and_world_size
     from paceline.comm.store.store import DEFAULT_TIMEOUT, PrefixStore
     from paceline.interop.torch_backend.rendezvous import StoreForTorch

@@ -30,10 +30,6 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | DeviceBa
     """Creates a process group for torch.distributed or, in a combination, the backend for its CPU tensors.
 
     A group with `enable_reconfigure` has no connections until `_reconfigure` is called.
-
-    Raises:
-        ValueError: `pg_options` were given, or `enable_reconfigure` is set for a combination of backends.
-        RendezvousError, AuthenticationError: the rendezvous failed.
     """
     is_mixed, is_open = has_other_backends(options), getattr(options, "enable_reconfigure", False)
     if is_mixed and is_open:
@@ -52,12 +48,7 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | DeviceBa
 def create_alone(
     store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, options: dict[str, object]
 ) -> TorchProcessGroup:
-    """Creates a process group for `torch.distributed._dist2.new_group`. torch does not register such groups.
-
-    Raises:
-        ValueError: `device` is neither the CPU nor an accelerator that this PyTorch supports, or `options` were given.
-        RendezvousError, AuthenticationError: the rendezvous failed.
-    """
+    """Creates a process group for `torch.distributed._dist2.new_group`. torch does not register such groups."""
     if device.type != "cpu" and device.type not in staged_types(choose("paceline")):
         raise ValueError(
             f"the backend 'paceline' takes CPU tensors and those of this PyTorch's accelerator; got the device {device}"

@@ -254,14 +254,8 @@ class _StoreWait:
 def _await_store(host: str, port: int, timeout: timedelta, grace_s: float = 0.0) -> None:
     """Waits until a store is listening or the timeout has passed. Requests torch's store from the launcher.
 
+    A rank has `grace_s` seconds to start a store of its own on this port before the launcher's store is requested.
     Without this wait, torch's client would log each failed attempt and pause for a second.
-
-    Args:
-        host: The store's host.
-        port: The store's port.
-        timeout: The maximum time to wait.
-        grace_s: The time, in seconds, that a rank has to start its own store on this port before the launcher's store
-            is requested.
     """
     now_s = time.monotonic()
     until_s, pause_s = now_s + timeout.total_seconds(), 0.002

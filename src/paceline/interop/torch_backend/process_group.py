@@ -120,11 +120,7 @@ class ReconfigureHandle:
 
     @staticmethod
     def parse(text: str) -> ReconfigureHandle:
-        """Parses a handle from its text.
-
-        Raises:
-            ValueError: `text` is not a handle from this backend.
-        """
+        """Parses a handle from its text."""
         try:
             rank, token, host, namespace, pid, started = json.loads(text.removeprefix(_HANDLE_PREFIX))
             handle = ReconfigureHandle(int(rank), str(token), str(host), str(namespace), int(pid), int(started))
@@ -146,11 +142,7 @@ class ReconfigureHandle:
 
 
 def in_rank_order(handles: AbstractSet[str] | list[str]) -> list[ReconfigureHandle]:
-    """Returns the handles in the order of the new ranks. A list keeps its order, and a set is sorted by former rank.
-
-    Raises:
-        ValueError: there are no handles, a handle occurs twice, or a handle is from another backend.
-    """
+    """Returns the handles in the order of the new ranks. A list keeps its order, and a set is sorted by former rank."""
     order = [ReconfigureHandle.parse(text) for text in handles]
     if not order:
         raise ValueError("_reconfigure was given no handles; pass those of all ranks that will form the group")
@@ -215,11 +207,8 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     """A process group created by torch.distributed's `init_process_group` or `new_group`.
 
     PyTorch reads names, ranks and devices from a group's backend; this group is its own backend. After a failure, a
-    group can be aborted, shrunk, or given different ranks with `reconfigure`.
-
-    Args:
-        rendezvous: The parameters of the group's rendezvous.
-        world: The connected Paceline group, or None if `_reconfigure` will connect the ranks later.
+    group can be aborted, shrunk, or given different ranks with `reconfigure`. Without a `world`, the connected Paceline
+    group, `reconfigure` connects the ranks later.
     """
 
     supports_splitting = False
@@ -791,11 +780,7 @@ def _root(opts: Any) -> int:
 
 
 def _text(name: object) -> str:
-    """Returns `name`.
-
-    Raises:
-        TypeError: `name` is not a string, as with torch's own groups.
-    """
+    """Returns `name`, which must be a string, as with torch's own groups."""
     if not isinstance(name, str):
         raise TypeError(f"the name and the description of a group are strings, not {short_repr(name)}")
     return name
@@ -807,13 +792,7 @@ def prepend_gloo_message(
     """Prepends the message that gloo would raise on this rank, if any, to the message of `error`.
 
     With gloo, the message on rank 0 lists the first missing rank or all missing ranks; other ranks refer to rank 0.
-
-    Args:
-        error: The barrier's error.
-        group_rank: This process's rank in the group.
-        ranks: The members' ranks in the default group, which `error` uses in its message.
-        timeout: The timeout on rank 0.
-        wait_all_ranks: Whether to list all missing ranks.
+    `ranks` are ranks in the default group, as in `error`, and `timeout` is the timeout on rank 0.
     """
     if group_rank:
         text = _refers_to_rank_0(error, group_rank)

@@ -90,13 +90,7 @@ class StoreForTorch(TorchStore):
 
 
 def make_torch_default_group() -> None:
-    """Creates torch's default group from Paceline's default group. All ranks must call this.
-
-    The rendezvous uses Paceline's store, so torch's environment variables need not be set.
-
-    Raises:
-        ValueError: Paceline's default group does not exist, or torch's default group already exists.
-    """
+    """Creates torch's default group from Paceline's default group; see `lend_default_group`."""
     world = default_world()
     store = StoreForTorch(PrefixStore("torch", world.store))
     torch_dist.init_process_group(
@@ -198,9 +192,6 @@ def form_group(
         patience: The time to wait for the other ranks. Default: the timeout for calls on the group, but at least 10 s.
         expected: The ranks' processes, if known. The rendezvous fails as soon as one of these processes exits on this
             host.
-
-    Raises:
-        RendezvousError, AuthenticationError: the rendezvous failed.
     """
     with recorder.recorded_formation(rendezvous.name, rendezvous.identity, rendezvous.rank, rendezvous.named):
         return _formed(rendezvous, patience or max(rendezvous.timeout, _SHORTEST_PATIENCE), expected)
@@ -254,9 +245,6 @@ def require_own_device(group_name: str, device: torch.device) -> None:
 
     Before PyTorch 2.14, this group is the only backend that PyTorch creates from a combination. Tensors for the other
     backends must not be staged through host memory instead.
-
-    Raises:
-        RuntimeError: the program requested another backend.
     """
     world = torch_dist.distributed_c10d._world
     configs = [config for group, config in world.pg_backend_config.items() if world.pg_names.get(group) == group_name]

@@ -29,7 +29,6 @@ from paceline.durations import Timeout
 
 _Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-
 _COMBINE: dict[ReduceOp, _Combine] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
@@ -42,20 +41,12 @@ _COMBINE: dict[ReduceOp, _Combine] = {
     ReduceOp.BXOR: torch.bitwise_xor,
 }
 
-
 _OF_BOOLEANS: dict[ReduceOp, _Combine] = dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), torch.logical_or)
-
-
 _OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), torch.logical_and)
-
-
 _OF_BOOLEANS[ReduceOp.BXOR] = torch.logical_xor
-
 
 # PyTorch cannot add, multiply or compare unsigned integers wider than a byte, so these are viewed as signed integers.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -261,10 +252,6 @@ def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) ->
 
     For float16 and bfloat16 tensors the result is in float32, so that the caller rounds only once, at the end. For AVG
     the result is the sum, and for PREMUL_SUM the sum of the multiplied tensors.
-
-    Raises:
-        TypeError: the reduction is not defined for the tensors' dtype.
-        ValueError: the tensors differ in dtype or number of elements.
     """
     first = tensors[0]
     code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op

@@ -43,20 +43,10 @@ from paceline.comm.engine.channel import DTYPE_CODES, byte_view
 from paceline.comm.group.buffers import as_memory, as_tensor
 
 MAX_DEPTH = 128
-
-
 _SMALLEST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
-
-
 _SMALL_BYTES = 4096  # longer bytes objects are sent in separate buffers
-
-
 _PLAIN = frozenset({NoneType, bool, float})
-
-
 _CONTAINERS = frozenset({list, dict})
-
-
 _READABLE = frozenset({NoneType, bool, int, float, str, bytes, list, dict})
 
 
@@ -92,12 +82,7 @@ class EncodedObject:
 
 
 def encode(value: object, name: str, allow_pickle: bool = False) -> EncodedObject:
-    """Encodes `value`; error messages refer to it as `name`.
-
-    Raises:
-        TypeError: `value` contains an object that cannot be sent, and `allow_pickle` is false; the message contains the
-            path to the object.
-    """
+    """Encodes `value`; error messages refer to it as `name` and contain the path to an object that cannot be sent."""
     packer = Packer(_KINDS, _tag_of)
     try:
         body = bytearray([BodyFormat.MSGPACK])
@@ -430,16 +415,9 @@ VALUES: dict[int, TypeCodec] = {
     21: TypeCodec(range, lambda v, p: p.pack_all([v.start, v.stop, v.step]), lambda v, u: range(*u.unpack_all(v))),
 }
 
-
 _DTYPES = {str(dtype): dtype for dtype in DTYPE_CODES}
-
-
 _ALL_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
 _NDARRAY, _NUMPY_SCALAR = 35, 36
-
-
 _NUMPY_TYPE = re.compile(r"[<>=|]?([?bBhHiIlLqQefdgFDG]|[mM]8(\[\d*\w+\])?|[SU][1-9]\d{0,8})")
 
 
@@ -537,10 +515,7 @@ ARRAYS: dict[int, TypeCodec] = {
     _NUMPY_SCALAR: TypeCodec(None, lambda v, p: [_type_name(v.dtype), v.tobytes()], _unpack_scalar),
 }
 
-
 _KINDS = {**VALUES, **ARRAYS}
-
-
 _TAGS = {kind.type: tag for tag, kind in _KINDS.items() if kind.type is not None}
 
 

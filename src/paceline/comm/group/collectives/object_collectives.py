@@ -38,8 +38,6 @@ from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError, CollectiveObjectError, short_repr
 
 _CANNOT_SEND = -1
-
-
 _TAG = 0
 
 
@@ -308,8 +306,7 @@ class OutgoingObjects:
 class IncomingObjects:
     """Objects announced by a rank. Their heads are received first, and then their buffers.
 
-    Raises:
-        CollectiveObjectError: the sender could not send the objects, or the announcement is malformed.
+    Malformed data, including announcements of more memory than there is, raises a `CollectiveObjectError`.
     """
 
     def __init__(self, group: ProcessGroup, call: str, sender: int, announcement: torch.Tensor) -> None:
@@ -327,20 +324,12 @@ class IncomingObjects:
         self._lengths: list[list[int]] = []
 
     def head_buffers(self) -> list[torch.Tensor]:
-        """Allocates memory for the heads.
-
-        Raises:
-            CollectiveObjectError: the memory cannot be allocated.
-        """
+        """Allocates memory for the heads."""
         self._heads = self._allocate([nbytes for nbytes, _ in self._announced])
         return self._heads
 
     def data_buffers(self) -> list[torch.Tensor]:
-        """Allocates memory for the buffers of all objects, in order. The heads must have been received.
-
-        Raises:
-            CollectiveObjectError: the memory cannot be allocated.
-        """
+        """Allocates memory for the buffers of all objects, in order. The heads must have been received."""
         self._lengths = [
             list(struct.unpack_from(f"<{count}Q", as_memory(head)))
             for head, (_, count) in zip(self._heads, self._announced, strict=True)
@@ -355,11 +344,7 @@ class IncomingObjects:
             raise self._malformed(f"announced {sum(lengths)} bytes: {error}") from error
 
     def objects(self, allow_pickle: bool) -> list[object]:
-        """Decodes the objects. The heads and buffers must have been received.
-
-        Raises:
-            CollectiveObjectError: an object is malformed, or is a pickle and `allow_pickle` is false.
-        """
+        """Decodes the objects. The heads and buffers must have been received."""
         objects = []
         first = 0
         for head, lengths in zip(self._heads, self._lengths, strict=True):
@@ -452,11 +437,7 @@ def _scatter(
 
 
 def require_cpu(device: torch.device | str | None, call: str) -> None:
-    """Checks that `device` is the CPU or None.
-
-    Raises:
-        ValueError: `device` is another device.
-    """
+    """Checks that `device` is the CPU or None."""
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"{call}: device is {device}; objects are sent as CPU tensors; leave device out")
 

@@ -160,15 +160,9 @@ class _Limits(NamedTuple):
 
 
 class EngineCall(PersistentCall):
-    """A persistent call prepared by the engine.
+    """A persistent call prepared by the engine, with the group's current timeout unless `timeout` is given.
 
-    Args:
-        name: the plain call's name.
-        group: the call's group.
-        plan: the call and its buffers, which must not contain copies.
-        prepared: the prepared call from the engine.
-        tensors: the tensors that the program passed.
-        timeout: the timeout for each call; the group's current timeout if None.
+    The buffers of `plan` must not contain copies.
     """
 
     def __init__(
@@ -245,13 +239,7 @@ class EngineCall(PersistentCall):
 
 
 class RepeatedCall(PersistentCall):
-    """A persistent call that executes a plain call each time, for calls that the engine cannot prepare.
-
-    Args:
-        name: the plain call's name.
-        make: a function that executes the plain call with the given `async_op`.
-        tensors: the tensors that the program passed.
-    """
+    """A persistent call that executes the plain call `make(async_op)`, for calls that the engine cannot prepare."""
 
     def __init__(self, name: str, make: Callable[[bool], Work | None], tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__(name, tensors)

@@ -190,11 +190,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 
 def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str) -> int:
-    """Returns the group rank of the peer; see `root_rank` for the ways to specify it.
-
-    Raises:
-        ValueError: the peer is this rank, or is invalid (see `root_rank`).
-    """
+    """Returns the group rank of the peer, which must not be this rank; see `root_rank` for the ways to specify it."""
     peer = group.rank_map.root_rank(rank, group_rank, call, name)
     group.rank_map.require_peer(peer, call, name)
     return peer

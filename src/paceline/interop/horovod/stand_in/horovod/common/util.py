@@ -12,11 +12,7 @@ Entry = TypeVar("Entry")
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Checks that an extension is available.
-
-    Raises:
-        ImportError: the extension is not `horovod.torch`.
-    """
+    """Raises an ImportError unless the extension is `horovod.torch`."""
     if not extension_available(ext_name.removeprefix("horovod.")):
         raise ImportError(f"{ext_name} is not available: Paceline trains PyTorch programs")
 
