@@ -60,6 +60,13 @@ def test_a_program_that_names_no_backend_is_taken_over(script):
     assert told.startswith("TorchProcessGroup TorchProcessGroup")
 
 
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_a_world_size_above_the_launchers_is_refused_at_once(script, backend):
+    done = run("--nproc-per-node", "2", script(PROGRAM.format(arguments=f'"{backend}", world_size=3')))
+    assert done.returncode == 1
+    assert "world_size is 3, but the launcher has started 2 ranks" in done.stderr
+
+
 def test_processes_that_a_script_spawns_are_taken_over(script, tmp_path):
     done = run("--compat", "torch", script(SPAWNING), str(tmp_path / "rendezvous"))
     assert done.returncode == 0, done.stderr

@@ -40,11 +40,11 @@ def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
         check_not_importing(f"rank {rank}")
     if world_size < 0:
         return rank, _number("WORLD_SIZE", "world_size")
-    _require_started(rank, world_size)
+    require_started(rank, world_size)
     return rank, world_size
 
 
-def _require_started(rank: int, world_size: int) -> None:
+def require_started(rank: int, world_size: int) -> None:
     """Raises an error if the launcher has started fewer ranks than `world_size`.
 
     A worker may start further ranks itself, as `torch.multiprocessing.spawn` does. The check therefore requires that

@@ -93,7 +93,7 @@ class TCPStore(RemoteStore):
         wait_for_workers: whether the serving rank waits until `world_size` clients have connected.
         multi_tenant: whether to reuse a server that this process already runs on `port`.
         master_listen_fd: the descriptor of a listening socket, which the server closes.
-        use_libuv: ignored, because Paceline has only one server implementation (torch has two).
+        use_libuv: only the value of `libuvBackend`, because Paceline has one server implementation (torch has two).
 
     Raises:
         ValueError: the address is not loopback and the job has no secret, or there is no such port.
@@ -118,6 +118,7 @@ class TCPStore(RemoteStore):
             raise ValueError(f"TCPStore: port is {port}; it must be from 0 to {_LARGEST_PORT}")
         self.host = host_name
         self.world_size = world_size
+        self._use_libuv = use_libuv
         secret = job_secret()
         self._server: StoreServer | None = None
         self._owns_server = False
@@ -153,6 +154,11 @@ class TCPStore(RemoteStore):
     def serves(self) -> bool:
         """Whether this process serves the store; if so, `close` closes the store for all ranks."""
         return self._owns_server
+
+    @property
+    def libuvBackend(self) -> bool:  # noqa: N802 (the name in torch)
+        """The value of the argument `use_libuv`."""
+        return self._use_libuv
 
     def close(self) -> None:
         """Closes the connection and, on the serving rank, the server; idempotent."""

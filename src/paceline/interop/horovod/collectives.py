@@ -278,10 +278,8 @@ def allreduce(
         PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: see `paceline.all_reduce`.
     """
     require_tensors([tensor], "allreduce")
-    compressed, ctx = compression.compress(tensor)
-    how = ScaledReduction(reduction(op, average), prescale_factor, postscale_factor)
-    (reduced,) = _reduced(how, name, process_set, [compressed])
-    return compression.decompress(reduced, ctx)
+    factors = prescale_factor, postscale_factor
+    return grouped_allreduce([tensor], average, name, compression, op, *factors, process_set)[0]
 
 
 def allreduce_(

@@ -66,7 +66,7 @@ def replacements_outside_calls(
     Comparisons are changed only if gloo occurs in an assignment or, if `is_named` is set, in a call.
     """
     finder = _Values(reading, names, way)
-    if finder.has_work():
+    if names or finder.queries:  # otherwise, the slow traversal of the file can be skipped
         reading.module.visit(finder)
     found = finder.found if finder.has_gloo or is_named else {}
     return BackendReplacements(found, finder.shows_values, frozenset(finder.options))
@@ -76,14 +76,10 @@ class _Values(cst.CSTVisitor):
     def __init__(self, reading: PythonSource, names: set[str], way: MigrationMode) -> None:
         super().__init__()
         self._names, self._way = names, way
-        self._queries = {use.node for use in reading.uses if use.name.endswith(".get_backend")}
+        self.queries = {use.node for use in reading.uses if use.name.endswith(".get_backend")}
         self.found: dict[cst.CSTNode, cst.BaseExpression] = {}
         self.options: set[str] = set()
         self.has_gloo = self.shows_values = False
-
-    def has_work(self) -> bool:
-        """Returns True if the file may need replacements. If not, the slow traversal of the file can be skipped."""
-        return bool(self._names or self._queries)
 
     def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
         if any(self._is_one(target.target) for target in node.targets):
@@ -119,7 +115,7 @@ class _Values(cst.CSTVisitor):
         return name is not None and name.rpartition(".")[2] in self._names
 
     def _is_query(self, node: cst.CSTNode) -> bool:
-        return isinstance(node, cst.Call) and node.func in self._queries
+        return isinstance(node, cst.Call) and node.func in self.queries
 
     def _take(self, value: cst.CSTNode) -> None:
         new = replace_gloo(value, self._way)
@@ -154,7 +150,7 @@ _OWN_GROUP = (
 )
 
 # Advice for functions in other libraries that create a group and select its backend with their own arguments.
-_REPORTED = {
+ADVICE_FOR_CALLS = {
     "accelerate.Accelerator": _OWN_GROUP,
     "accelerate.state.PartialState": _OWN_GROUP,
     "accelerate.PartialState": _OWN_GROUP,
@@ -180,11 +176,6 @@ class CallRemarks:
     backend_options: frozenset[str] = frozenset()  # see MigratedFile
 
 
-def advice_for_call(name: str) -> str | None:
-    """Returns advice if the function is from another library and creates a group, otherwise None."""
-    return _REPORTED.get(name)
-
-
 def apply_call_rules(reading: PythonSource, way: MigrationMode, edits: Edits) -> CallRemarks:
     """Applies the rules to every call in a file: adds changes to `edits`, and returns remarks on calls."""
     verdicts = CallRemarks()
@@ -208,7 +199,7 @@ def apply_call_rules(reading: PythonSource, way: MigrationMode, edits: Edits) ->
             verdicts.notes[use.node] = (
                 "sends numbers, strings, containers, tensors and arrays; other types need allow_pickle=True"
             )
-        elif (advice := advice_for_call(use.name)) is not None and not makes_the_group:
+        elif (advice := ADVICE_FOR_CALLS.get(use.name)) is not None and not makes_the_group:
             verdicts.reasons[use.node] = advice
     return verdicts
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from paceline.interop.migrate.call_rules import advice_for_call, apply_call_rules
+from paceline.interop.migrate.call_rules import ADVICE_FOR_CALLS, apply_call_rules
 from paceline.interop.migrate.names import (
     TELLING_WORDS,
     MigratedFile,
@@ -32,7 +32,6 @@ from paceline.interop.migrate.python_source import (
     ImportedName,
     NameUse,
     PythonSource,
-    expression,
     import_statement,
     syntax_tree,
 )
@@ -86,7 +85,7 @@ def summary_of(text: str) -> FileSummary:
     for (first, rest), line in chains.items():
         for root in meanings.get(first, ()):
             lines.setdefault(root + rest, line)
-    if any(is_migrated(name) or advice_for_call(name) is not None for name in lines):
+    if any(is_migrated(name) or name in ADVICE_FOR_CALLS for name in lines):
         return FileSummary(True)
     users = [(line, library) for name, line in lines.items() if (library := group_user(name)) is not None]
     return FileSummary(False, min(users, default=None))
@@ -151,7 +150,7 @@ def _reason_for_plugin(file: str, reading: PythonSource) -> str:
 def migrate_python(reading: PythonSource, way: MigrationMode) -> MigratedFile:
     """Returns the migrated text of a file and its findings."""
     names = [*(place.name for place in reading.concerning()), *(module for _, module in reading.stars)]
-    if not any(map(is_migrated, names)) and not any(advice_for_call(use.name) for use in reading.uses):
+    if not any(map(is_migrated, names)) and not any(use.name in ADVICE_FOR_CALLS for use in reading.uses):
         return MigratedFile(reading.module.code)
     edits = Edits(reading.module)
     verdicts = apply_call_rules(reading, way, edits)
@@ -212,7 +211,9 @@ def _rewrite_use(use: NameUse, table: _NameTable, edits: Edits) -> str | None:
     """Rewrites a dotted name unless a new import suffices. Returns a reason if the name requires manual changes."""
     new, root = table.new(use.name), None if use.root is None else table.new(use.root)
     if new is None and root is not None and not is_in(use.name, "horovod"):
-        edits.expressions[use.node] = expression(use.name)  # the migrated import binds the first word to Paceline
+        edits.expressions[use.node] = cst.parse_expression(
+            use.name
+        )  # the migrated import binds the first word to Paceline
         edits.modules.add("torch.distributed")
     if new is None:
         return table.reason(use.name)
@@ -222,7 +223,7 @@ def _rewrite_use(use: NameUse, table: _NameTable, edits: Edits) -> str | None:
     written = first + new[len(root) :] if root is not None and is_in(new, root) else new
     if written == use.written:
         return None
-    edits.expressions[use.node] = expression(written)
+    edits.expressions[use.node] = cst.parse_expression(written)
     if written == new:
         edits.modules.add(next(module for module in _MODULES if is_in(new, module)))
     return None
@@ -300,7 +301,7 @@ def _renamed(imported: ImportedName, name: str) -> cst.ImportAlias:
 
 
 def _module(name: str) -> cst.Attribute | cst.Name:
-    node = expression(name)
+    node = cst.parse_expression(name)
     assert isinstance(node, cst.Attribute | cst.Name)
     return node
 

@@ -336,11 +336,6 @@ class _Editor(cst.CSTTransformer):
         return cst.FlattenSentinel([start, *later, last])
 
 
-def expression(text: str) -> cst.BaseExpression:
-    """Parses text as an expression."""
-    return cst.parse_expression(text)
-
-
 def import_statement(module: str, local: str | None = None) -> cst.Import:
     """Returns `import module` or `import module as local`."""
     text = f"import {module}" if local in (None, module) else f"import {module} as {local}"
@@ -351,7 +346,7 @@ def import_statement(module: str, local: str | None = None) -> cst.Import:
 def _with_arguments(call: cst.Call, arguments: Sequence[tuple[str, str]]) -> cst.Call:
     added = [
         cst.Arg(
-            expression(value),
+            cst.parse_expression(value),
             cst.Name(keyword),
             equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
         )

@@ -145,11 +145,12 @@ def replace_store_factory() -> None:
     def make(*args: Any, **options: Any) -> Any:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        from paceline.comm.rendezvous.environment import is_torch_store
+        from paceline.comm.rendezvous.environment import is_torch_store, require_started
 
         nonlocal rendezvous_count
         given = signature.bind(*args, **options).arguments
         if is_torch_store(given["port"]):
+            require_started(given["rank"], given["world_size"])
             _await_store(given["hostname"], given["port"], given["timeout"])
             store = original(*args, **options)
             rendezvous_count += 1
@@ -208,18 +209,14 @@ def record_store_waits() -> None:
 def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(store: c10d.Store, *args: Any, **options: Any) -> Any:
-        if not _core.is_recording() or not _is_called_by_main_program():
+        from paceline.comm.record.spans import is_called_by_main_program  # late, because `import torch` loads this file
+
+        if not _core.is_recording() or not is_called_by_main_program():
             return method(store, *args, **options)
         with _StoreWait(method.__name__, args[0] if args else next(iter(options.values()), "")):
             return method(store, *args, **options)
 
     return call
-
-
-def _is_called_by_main_program() -> bool:
-    from paceline.comm.record.spans import is_called_by_main_program  # late, because `import torch` loads this file
-
-    return is_called_by_main_program()
 
 
 class _StoreWait:

@@ -58,7 +58,6 @@ _SHRINK_FACTORY = "_create_shrunk_process_group"
 _ABORT = 1  # the value of torch's SHRINK_ABORT
 _HANDLE_PREFIX = "paceline:"
 
-Call = Callable[[bool, Timeout | None], Work | None]
 Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
@@ -358,21 +357,19 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     ) -> TorchWork:
         """Reduces one tensor, or several tensors in one call, over all ranks."""
         by = reduction_of(opts if op is None else op)
-        return self._finish(opts, timeout, tensors, lambda a, t: self._group.all_reduce(_only(tensors), by, a, t))
+        return self._finish(opts, timeout, tensors, self._group.all_reduce, _only(tensors), by)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
         """Reduces tensors with different dtypes over all ranks."""
-        by = reduction_of(opts)
-        return self._finish(
-            opts, None, tensors, lambda a, t: coalesced.all_reduce_coalesced(tensors, by, self._group, a, t)
-        )
+        call = coalesced.all_reduce_coalesced
+        return self._finish(opts, None, tensors, call, tensors, reduction_of(opts), self._group)
 
     def broadcast(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
     ) -> TorchWork:
         """Copies the root's tensors to all ranks."""
         source = _root(opts if root is None else root)
-        return self._finish(opts, timeout, tensors, lambda a, t: self._group.broadcast(tensors, source, a, t))
+        return self._finish(opts, timeout, tensors, self._group.broadcast, tensors, source)
 
     def reduce(
         self,
@@ -386,42 +383,33 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         """Reduces tensors over all ranks; only the root receives the result."""
         target = _root(opts if root is None else root)
         by = reduction_of(opts if op is None and hasattr(opts, "reduceOp") else op)
-        return self._finish(opts, timeout, tensors, lambda a, t: self._group.reduce(tensors, target, by, a, t))
+        return self._finish(opts, timeout, tensors, self._group.reduce, tensors, target, by)
 
     def allgather(
         self, output_tensors: Lists, input_tensors: Tensors, opts: Any = None, *, timeout: timedelta | None = None
     ) -> TorchWork:
         """Copies every rank's tensor to all ranks."""
         outputs = one_list(output_tensors, "allgather")
-        return self._finish(opts, timeout, outputs, lambda a, t: self._group.all_gather(outputs, input_tensors, a, t))
+        return self._finish(opts, timeout, outputs, self._group.all_gather, outputs, input_tensors)
 
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         """Gathers several tensors per rank on all ranks; `output_lists[r]` receives the tensors from rank r."""
-        return self._finish(
-            opts,
-            None,
-            [output for outputs in output_lists for output in outputs],
-            lambda a, t: coalesced.all_gather_coalesced(output_lists, input_list, self._group, a, t),
-        )
+        outputs = [output for outputs in output_lists for output in outputs]
+        call = coalesced.all_gather_coalesced
+        return self._finish(opts, None, outputs, call, output_lists, input_list, self._group)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Gathers every rank's tensor into one tensor on all ranks, concatenated in rank order."""
-        return self._finish(
-            opts, None, [output], lambda a, t: collectives.all_gather_into_tensor(output, input, self._group, a, t)
-        )
+        return self._finish(opts, None, [output], collectives.all_gather_into_tensor, output, input, self._group)
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         """Performs `all_gather_single` for several tensors."""
-        return self._finish(
-            opts,
-            None,
-            outputs,
-            lambda a, t: coalesced.all_gather_into_tensor_coalesced(outputs, inputs, self._group, a, t),
-        )
+        call = coalesced.all_gather_into_tensor_coalesced
+        return self._finish(opts, None, outputs, call, outputs, inputs, self._group)
 
     def gather(
         self,
@@ -435,9 +423,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         """Copies every rank's tensor to the root."""
         target = _root(opts if root is None else root)
         outputs = one_list(output_tensors, "gather") if self.rank() == target else None
-        return self._finish(
-            opts, timeout, outputs or [], lambda a, t: self._group.gather(outputs, input_tensors, target, a, t)
-        )
+        return self._finish(opts, timeout, outputs or [], self._group.gather, outputs, input_tensors, target)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Gathers every rank's tensor into one tensor on the root, concatenated in rank order."""
@@ -445,7 +431,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         parts = None
         if self.rank() == target:
             parts = parts_by_rank(output, input.numel(), self._group.rank_map, "gather_single", "output")
-        return self._finish(opts, None, [output], lambda a, t: self._group.gather(parts, input, target, a, t))
+        return self._finish(opts, None, [output], self._group.gather, parts, input, target)
 
     def scatter(
         self,
@@ -459,9 +445,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         """Sends one of the root's tensors to each rank."""
         source = _root(opts if root is None else root)
         inputs = one_list(input_tensors, "scatter") if self.rank() == source else None
-        return self._finish(
-            opts, timeout, output_tensors, lambda a, t: self._group.scatter(output_tensors, inputs, source, a, t)
-        )
+        return self._finish(opts, timeout, output_tensors, self._group.scatter, output_tensors, inputs, source)
 
     def reduce_scatter(
         self,
@@ -474,28 +458,19 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     ) -> TorchWork:
         """Reduces lists of tensors elementwise over the ranks; rank r receives the r-th result."""
         by, inputs = reduction_of(opts if op is None else op), one_list(input_tensors, "reduce_scatter")
-        return self._finish(
-            opts, timeout, output_tensors, lambda a, t: self._group.reduce_scatter(output_tensors, inputs, by, a, t)
-        )
+        return self._finish(opts, timeout, output_tensors, self._group.reduce_scatter, output_tensors, inputs, by)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Performs `reduce_scatter` on one tensor that contains the parts in rank order."""
-        by = reduction_of(opts)
-        return self._finish(
-            opts, None, [output], lambda a, t: collectives.reduce_scatter_tensor(output, input, by, self._group, a, t)
-        )
+        call = collectives.reduce_scatter_tensor
+        return self._finish(opts, None, [output], call, output, input, reduction_of(opts), self._group)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         """Performs `reduce_scatter_single` for several tensors."""
-        by = reduction_of(opts)
-        return self._finish(
-            opts,
-            None,
-            outputs,
-            lambda a, t: coalesced.reduce_scatter_tensor_coalesced(outputs, inputs, by, self._group, a, t),
-        )
+        call = coalesced.reduce_scatter_tensor_coalesced
+        return self._finish(opts, None, outputs, call, outputs, inputs, reduction_of(opts), self._group)
 
     def alltoall(
         self,
@@ -506,9 +481,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """Sends a separate tensor from each rank to every rank."""
-        return self._finish(
-            opts, timeout, output_tensors, lambda a, t: self._group.all_to_all(output_tensors, input_tensors, a, t)
-        )
+        return self._finish(opts, timeout, output_tensors, self._group.all_to_all, output_tensors, input_tensors)
 
     def all_to_all_single(
         self,
@@ -521,14 +494,9 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """Performs `alltoall` on tensors that contain the parts in rank order, by default with equal sizes."""
-        return self._finish(
-            opts,
-            timeout,
-            [output],
-            lambda a, t: collectives.all_to_all_single(
-                output, input, output_split_sizes or None, input_split_sizes or None, self._group, a, t
-            ),
-        )
+        sizes = output_split_sizes or None, input_split_sizes or None
+        call = collectives.all_to_all_single
+        return self._finish(opts, timeout, [output], call, output, input, *sizes, self._group)
 
     def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> TorchWork:
         """Waits until all ranks have called this method."""
@@ -576,11 +544,14 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         works, self._coalescing = self._coalescing or [], None
         return RunningWork(JoinedWork(works, "coalesced calls", []), [])
 
-    def _finish(self, opts: Any, timeout: timedelta | None, results: Tensors, call: Call) -> TorchWork:
+    def _finish(
+        self, opts: Any, timeout: timedelta | None, results: Tensors, call: Callable[..., Work | None], *args: object
+    ) -> TorchWork:
+        """Executes `call` with `args` and the options `async_op` and `timeout`; `results` are the tensors it writes."""
         # PyTorch releases without `asyncOp` in their options call `wait` themselves.
         background = self._coalescing is not None or getattr(opts, "asyncOp", True)
         try:
-            work = call(background, time_limit(opts, timeout))
+            work = call(*args, async_op=background, timeout=time_limit(opts, timeout))
         except CollectiveError:
             self._note_failure()
             raise
@@ -794,34 +765,20 @@ def prepend_gloo_message(
     With gloo, the message on rank 0 lists the first missing rank or all missing ranks; other ranks refer to rank 0.
     `ranks` are ranks in the default group, as in `error`, and `timeout` is the timeout on rank 0.
     """
-    if group_rank:
-        text = _refers_to_rank_0(error, group_rank)
-    else:
-        text = _names_the_absent(error, ranks, timeout, wait_all_ranks)
-    if text:
-        error.args = (f"{text}\n Original exception: \n{error}", *error.args[1:])
-
-
-def _refers_to_rank_0(error: CollectiveError, group_rank: int) -> str:
     if not isinstance(error, (CollectiveTimeoutError, PeerLostError)):
-        return ""
-    return (
-        f"Rank {group_rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
-        "from rank 0. Please check rank 0 logs for faulty rank."
-    )
-
-
-def _names_the_absent(error: CollectiveError, ranks: Sequence[int], timeout: Timeout, wait_all_ranks: bool) -> str:
-    if isinstance(error, CollectiveTimeoutError):
-        lost = error.missing
-    elif isinstance(error, PeerLostError):
-        lost = (error.rank,)
-    else:
-        return ""
+        return
+    lost = error.missing if isinstance(error, CollectiveTimeoutError) else (error.rank,)
     absent = sorted(ranks.index(rank) for rank in lost if rank in ranks)
     waited_ms = int(to_seconds(timeout) * 1000)
-    if wait_all_ranks and absent:
-        return f"[Rank 0]: Ranks {', '.join(map(str, absent))} failed to pass monitoredBarrier in {waited_ms} ms"
-    if waited_ms > 0 and absent:
-        return f"[Rank 0]: Rank {absent[0]} failed to pass monitoredBarrier in {waited_ms} ms"
-    return f"Rank 0 timed out in monitoredBarrier after {waited_ms} ms."
+    if group_rank:
+        text = (
+            f"Rank {group_rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+            "from rank 0. Please check rank 0 logs for faulty rank."
+        )
+    elif wait_all_ranks and absent:
+        text = f"[Rank 0]: Ranks {', '.join(map(str, absent))} failed to pass monitoredBarrier in {waited_ms} ms"
+    elif waited_ms > 0 and absent:
+        text = f"[Rank 0]: Rank {absent[0]} failed to pass monitoredBarrier in {waited_ms} ms"
+    else:
+        text = f"Rank 0 timed out in monitoredBarrier after {waited_ms} ms."
+    error.args = (f"{text}\n Original exception: \n{error}", *error.args[1:])

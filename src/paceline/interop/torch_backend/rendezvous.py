@@ -193,18 +193,15 @@ def form_group(
         expected: The ranks' processes, if known. The rendezvous fails as soon as one of these processes exits on this
             host.
     """
-    with recorder.recorded_formation(rendezvous.name, rendezvous.identity, rendezvous.rank, rendezvous.named):
-        return _formed(rendezvous, patience or max(rendezvous.timeout, _SHORTEST_PATIENCE), expected)
-
-
-def _formed(rendezvous: GroupRendezvous, patience: timedelta, expected: Sequence[RankIdentity]) -> World:
-    rank, size = rendezvous.rank, rendezvous.size
+    rank, size, identity = rendezvous.rank, rendezvous.size, rendezvous.identity
+    patience = patience or max(rendezvous.timeout, _SHORTEST_PATIENCE)
     # Torch numbers groups in the order of creation. If the ranks create groups in different orders, the ranks of two
     # groups with the same number must not connect to each other: they wait, and the launcher reports the deadlock.
-    store = PrefixStore(str(rendezvous.identity), StoreFromTorch(rendezvous.store, patience))
+    store = PrefixStore(str(identity), StoreFromTorch(rendezvous.store, patience))
     patience_s = to_seconds(patience)
     backend = choose("paceline")
-    with contextlib.ExitStack() as undo:
+    recorded = recorder.recorded_formation(rendezvous.name, identity, rank, rendezvous.named)
+    with recorded, contextlib.ExitStack() as undo:
         with Formation(store, rank, size) as formation:
             formation.watch(lambda: next(filter(_has_ended, expected), None))
             with _secret_of_group(store, rank, formation, patience_s):
@@ -226,7 +223,7 @@ def _formed(rendezvous: GroupRendezvous, patience: timedelta, expected: Sequence
             rendezvous.name,
             openers=openers,
             advice=OTHER_DEVICES,
-            identity=rendezvous.identity,
+            identity=identity,
         )
         undo.callback(group.close)
         group.barrier()

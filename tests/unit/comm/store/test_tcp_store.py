@@ -33,6 +33,14 @@ def test_clients_of_a_server_share_its_keys() -> None:
     server.close()
 
 
+def test_libuv_backend_is_the_argument() -> None:
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("localhost", server.port, use_libuv=False)
+    assert (server.libuvBackend, client.libuvBackend) == (True, False), "as in torch"
+    client.close()
+    server.close()
+
+
 @pytest.mark.parametrize("port", [-1, 65536, 70000])
 @pytest.mark.parametrize("is_master", [False, True])
 def test_a_port_that_does_not_exist_is_refused(port: int, is_master: bool) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from paceline.interop.migrate import python_source
-from paceline.interop.migrate.call_rules import advice_for_call
+from paceline.interop.migrate.call_rules import ADVICE_FOR_CALLS
 from paceline.interop.migrate.names import MigrationMode, group_user, is_migrated, needs_torchs_groups
 from paceline.interop.migrate.python_files import choose_mode, imports_of, summary_of
 from paceline.interop.migrate.python_source import PythonSource, read_source
@@ -46,7 +46,7 @@ programs = st.lists(st.one_of(imports, uses), max_size=8).map(lambda lines: "".j
 def needs_migration(found: PythonSource) -> bool:
     """Returns True if anything that LibCST finds in a file may have to be rewritten."""
     names = [place.name for place in (*found.imports, *found.uses)]
-    return any(is_migrated(name) or advice_for_call(name) for name in names) or any(
+    return any(is_migrated(name) or name in ADVICE_FOR_CALLS for name in names) or any(
         is_migrated(module) or needs_torchs_groups(f"{module}.*") for _, module in found.stars
     )
 

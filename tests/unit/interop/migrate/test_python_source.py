@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from paceline.interop.migrate.python_source import Edits, dotted, expression, import_statement, read_source
+from paceline.interop.migrate.python_source import Edits, dotted, import_statement, read_source
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,8 @@ def test_names_are_qualified_through_imports(text, names):
 
 
 def test_only_names_and_attributes_are_dotted():
-    assert dotted(expression("a.b.c")) == "a.b.c"
-    assert dotted(expression("a().b")) is None
+    assert dotted(cst.parse_expression("a.b.c")) == "a.b.c"
+    assert dotted(cst.parse_expression("a().b")) is None
 
 
 def test_without_edits_the_text_stays_as_it_is():

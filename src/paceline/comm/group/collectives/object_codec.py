@@ -26,7 +26,7 @@ import re
 import sys
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import IntEnum
@@ -83,7 +83,7 @@ class EncodedObject:
 
 def encode(value: object, name: str, allow_pickle: bool = False) -> EncodedObject:
     """Encodes `value`; error messages refer to it as `name` and contain the path to an object that cannot be sent."""
-    packer = Packer(_KINDS, _tag_of)
+    packer = Packer()
     try:
         body = bytearray([BodyFormat.MSGPACK])
         msgspec.msgpack.Encoder().encode_into(value if is_plain_msgpack(value) else packer.pack(value), body, -1)
@@ -109,7 +109,7 @@ def decode(body: bytes | memoryview, buffers: Sequence[torch.Tensor], allow_pick
             return pickle.loads(body[1:])
         if form == BodyFormat.MSGPACK:
             tree = msgspec.msgpack.decode(body[1:])
-            return tree if is_plain_msgpack(tree) else Unpacker(_KINDS, buffers).unpack(tree)
+            return tree if is_plain_msgpack(tree) else Unpacker(buffers).unpack(tree)
     except Exception as error:  # malformed data from another process may cause any error
         raise MalformedPayload(f"{type(error).__name__}: {error}") from error
     raise MalformedPayload(f"the first byte is {form}")
@@ -130,9 +130,7 @@ class TypeCodec:
 class Packer:
     """Converts objects to msgpack's types and places large pieces of memory in `buffers`."""
 
-    def __init__(self, kinds: Mapping[int, TypeCodec], tag_of: Callable[[type], int | None]) -> None:
-        self._kinds = kinds
-        self._tag_of = tag_of
+    def __init__(self) -> None:
         self.buffers: list[torch.Tensor] = []
         self._depth = 0
 
@@ -153,10 +151,10 @@ class Packer:
             packed_values = self.pack_all(values, value)
             packed = value if packed_values is values else dict(zip(value, packed_values, strict=True))
         else:
-            tag = self._tag_of(kind)
+            tag = _TAGS.get(kind) or numpy_tag(kind)
             if tag is None:
                 raise UnsendableError(_advice_for(value))
-            packed = {tag: self._kinds[tag].pack(value, self)}
+            packed = {tag: _KINDS[tag].pack(value, self)}
         self._depth -= 1
         return packed
 
@@ -204,8 +202,7 @@ class Packer:
 class Unpacker:
     """Reassembles objects that a `Packer` disassembled."""
 
-    def __init__(self, kinds: Mapping[int, TypeCodec], buffers: Sequence[torch.Tensor]) -> None:
-        self._kinds = kinds
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self._buffers = buffers
 
     def unpack(self, node: object) -> object:
@@ -220,7 +217,7 @@ class Unpacker:
                             node[key] = self.unpack(value)
                 return node
             ((tag, packed),) = node.items()
-            return self._kinds[tag].unpack(packed, self)
+            return _KINDS[tag].unpack(packed, self)
         if type(node) not in _READABLE:
             raise MalformedPayload(f"{type(node).__name__} does not encode a value")
         return node
@@ -517,10 +514,6 @@ ARRAYS: dict[int, TypeCodec] = {
 
 _KINDS = {**VALUES, **ARRAYS}
 _TAGS = {kind.type: tag for tag, kind in _KINDS.items() if kind.type is not None}
-
-
-def _tag_of(kind: type) -> int | None:
-    return _TAGS.get(kind) or numpy_tag(kind)
 
 
 def numpy_tag(kind: type) -> int | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -239,9 +240,9 @@ class EngineCall(PersistentCall):
 
 
 class RepeatedCall(PersistentCall):
-    """A persistent call that executes the plain call `make(async_op)`, for calls that the engine cannot prepare."""
+    """A persistent call that executes the plain call `make(async_op=...)`, for calls that the engine cannot prepare."""
 
-    def __init__(self, name: str, make: Callable[[bool], Work | None], tensors: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, name: str, make: Callable[..., Work | None], tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__(name, tensors)
         self._make = make
 
@@ -249,10 +250,10 @@ class RepeatedCall(PersistentCall):
     def _call_slow_path(self) -> None:
         self._require_memory()
         self._require_idle()
-        self._make(False)
+        self._make(async_op=False)
 
     def _submit(self) -> Work:
-        work = self._make(True)
+        work = self._make(async_op=True)
         return Work(None, self._name) if work is None else work
 
 
@@ -260,7 +261,7 @@ def prepared_call(
     name: str,
     group: ProcessGroup,
     plan: CallPlan,
-    make: Callable[[bool], Work | None],
+    make: Callable[..., Work | None],
     tensors: Sequence[torch.Tensor],
     timeout: Timeout | None,
 ) -> PersistentCall:
@@ -294,10 +295,7 @@ def all_reduce_init(
         return no_op_call("all_reduce")
     listed = as_list(tensor, "all_reduce")
     feedback = wire if wire is None or isinstance(wire, Wire) else Wire(wire)
-
-    def make(async_op: bool) -> Work | None:
-        return chosen.all_reduce(tensor, op, async_op, timeout, wire=feedback)
-
+    make = partial(chosen.all_reduce, tensor, op, timeout=timeout, wire=feedback)
     if any(member.layout is not torch.strided for member in listed):
         return RepeatedCall("all_reduce", make, listed)
     plan = with_wire(plan_all_reduce(listed, op, chosen.timeout_ns), feedback, chosen.size())
@@ -336,10 +334,7 @@ def _all_gather(
     *whole: torch.Tensor,
 ) -> PersistentCall:
     plan = plan_all_gather(group.rank_map, outputs, tensor, group.timeout_ns)
-
-    def make(async_op: bool) -> Work | None:
-        return group.all_gather(outputs, tensor, async_op, timeout)
-
+    make = partial(group.all_gather, outputs, tensor, timeout=timeout)
     return prepared_call(name, group, plan, make, [*whole, *all_tensors([*outputs, tensor])], timeout)
 
 
@@ -383,9 +378,7 @@ def _reduce_scatter(
     timeout: Timeout | None,
     *whole: torch.Tensor,
 ) -> PersistentCall:
-    def make(async_op: bool) -> Work | None:
-        return group.reduce_scatter(output, inputs, op, async_op, timeout)
-
+    make = partial(group.reduce_scatter, output, inputs, op, timeout=timeout)
     tensors = [*whole, *all_tensors([output, *inputs])]
     if are_uneven(inputs, group.rank_map, name):
         return RepeatedCall(name, make, tensors)
@@ -436,10 +429,7 @@ def _all_to_all(
     *whole: torch.Tensor,
 ) -> PersistentCall:
     plan = plan_all_to_all(group.rank_map, outputs, inputs, group.timeout_ns)
-
-    def make(async_op: bool) -> Work | None:
-        return group.all_to_all(outputs, inputs, async_op, timeout)
-
+    make = partial(group.all_to_all, outputs, inputs, timeout=timeout)
     return prepared_call(name, group, plan, make, [*whole, *all_tensors([*outputs, *inputs])], timeout)
 
 
@@ -448,10 +438,7 @@ def barrier_init(group: Group = None, timeout: Timeout | None = None) -> Persist
     chosen = resolve(group, "barrier_init")
     if chosen is None:
         return no_op_call("barrier")
-
-    def make(async_op: bool) -> Work | None:
-        return chosen.barrier(async_op, timeout)
-
+    make = partial(chosen.barrier, timeout=timeout)
     return prepared_call("barrier", chosen, plan_barrier(chosen.timeout_ns), make, [], timeout)
 
 
@@ -468,10 +455,7 @@ def broadcast_init(
         return no_op_call("broadcast")
     root = chosen.rank_map.root_rank(src, group_src, "broadcast", "src")
     plan = plan_broadcast(chosen.rank_map, tensor, root, chosen.timeout_ns)
-
-    def make(async_op: bool) -> Work | None:
-        return chosen.broadcast(tensor, root, async_op, timeout)
-
+    make = partial(chosen.broadcast, tensor, root, timeout=timeout)
     return prepared_call("broadcast", chosen, plan, make, all_tensors([tensor]), timeout)
 
 
@@ -489,10 +473,7 @@ def reduce_init(
         return no_op_call("reduce")
     root = chosen.rank_map.root_rank(dst, group_dst, "reduce", "dst")
     plan = plan_reduce(chosen.rank_map, tensor, root, op, chosen.timeout_ns)
-
-    def make(async_op: bool) -> Work | None:
-        return chosen.reduce(tensor, root, op, async_op, timeout)
-
+    make = partial(chosen.reduce, tensor, root, op, timeout=timeout)
     return prepared_call("reduce", chosen, plan, make, all_tensors([tensor]), timeout)
 
 
@@ -510,10 +491,7 @@ def gather_init(
         return no_op_call("gather")
     root = chosen.rank_map.root_rank(dst, group_dst, "gather", "dst", 0)
     plan = plan_gather(chosen.rank_map, gather_list, tensor, root, chosen.timeout_ns)
-
-    def make(async_op: bool) -> Work | None:
-        return chosen.gather(gather_list, tensor, root, async_op, timeout)
-
+    make = partial(chosen.gather, gather_list, tensor, root, timeout=timeout)
     return prepared_call("gather", chosen, plan, make, all_tensors([tensor, *(gather_list or [])]), timeout)
 
 
@@ -531,10 +509,7 @@ def scatter_init(
         return no_op_call("scatter")
     root = chosen.rank_map.root_rank(src, group_src, "scatter", "src", 0)
     plan = plan_scatter(chosen.rank_map, tensor, scatter_list, root, chosen.timeout_ns)
-
-    def make(async_op: bool) -> Work | None:
-        return chosen.scatter(tensor, scatter_list, root, async_op, timeout)
-
+    make = partial(chosen.scatter, tensor, scatter_list, root, timeout=timeout)
     return prepared_call("scatter", chosen, plan, make, all_tensors([tensor, *(scatter_list or [])]), timeout)
 
 
@@ -553,7 +528,7 @@ def send_init(
     listed = as_list(tensor, "send")
     peer = peer_rank(chosen, dst, group_dst, "send", "dst")
     checked_tag(tag, "send")
-    return RepeatedCall("send", lambda async_op: chosen.send(listed, peer, tag, async_op, timeout), listed)
+    return RepeatedCall("send", partial(chosen.send, listed, peer, tag, timeout=timeout), listed)
 
 
 def recv_init(
@@ -571,4 +546,4 @@ def recv_init(
     listed = as_list(tensor, "recv")
     peer = peer_rank(chosen, src, group_src, "recv", "src")
     checked_tag(tag, "recv")
-    return RepeatedCall("recv", lambda async_op: chosen.recv(listed, peer, tag, async_op, timeout), listed)
+    return RepeatedCall("recv", partial(chosen.recv, listed, peer, tag, timeout=timeout), listed)
