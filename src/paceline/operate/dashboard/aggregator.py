@@ -107,12 +107,12 @@ def _row(kind: _Kind, by_rank: dict[int, deque[CallStatistics]]) -> CallRow:
     """
     operation, dtype, count, algorithm = kind
     actual_s = min(
-        sum(each.took_s for each in entries) / sum(each.calls for each in entries) for entries in by_rank.values()
+        sum(entry.took_s for entry in entries) / sum(entry.calls for entry in entries) for entries in by_rank.values()
     )
     predicted_s = next(iter(by_rank.values()))[-1].predicted_s
     return CallRow(
         name=f"{operation} of {count:,} {dtype}, {algorithm}",
-        calls=max(sum(each.calls for each in entries) for entries in by_rank.values()),
+        calls=max(sum(entry.calls for entry in entries) for entries in by_rank.values()),
         predicted=round(predicted_s * 1e3, 3),
         actual=round(actual_s * 1e3, 3),
         is_far=not predicted_s / _FAR <= actual_s <= predicted_s * _FAR,
@@ -284,7 +284,7 @@ def what_if_of(costs: Sequence[StragglerCost], *, is_over: bool) -> StragglerEst
     if not costs:
         return None
     sentences = [diagnosis.sentence for cost in costs for diagnosis in describe(cost, is_over=is_over)]
-    ranks = tuple(sorted({each.rank for cost in costs for each in cost.stragglers}))
+    ranks = tuple(sorted({straggler.rank for cost in costs for straggler in cost.stragglers}))
     text = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
     return StragglerEstimate(text, ranks, in_ms(costs[0].step_s), in_ms(costs[0].without_s))
 
@@ -413,7 +413,7 @@ class DashboardAggregator:
         known = [time for time in own.values() if time]
         middle = median(known) if known else 0.0
         blamed = sample.verdict.ranks if sample.verdict is not None else ()
-        slow = {each.rank for cost in self.stragglers for each in cost.stragglers}
+        slow = {straggler.rank for cost in self.stragglers for straggler in cost.stragglers}
         rows = []
         for rank, latest in sorted(self._ranks.items()):
             waits = [column.wait[rank] or 0.0 for column in recent if rank < len(column.wait)]

@@ -136,7 +136,7 @@ def application(
             return PlainTextResponse("There is no such action.", 404)
         report = await asyncio.to_thread(function)
         broadcaster.request_sample()
-        return JSONResponse({"said": report})
+        return JSONResponse({"report": report})
 
     routes = [
         Route("/", page),

@@ -121,7 +121,7 @@ def test_stacks_can_be_asked_for_if_the_flags_allow_it(opened):
     page = opened(Training(4, hangs=(3, 100)), acts=True)
     page.wait_for("!!document.querySelector('#verdict button')", 60)
     page.value("document.querySelector('#verdict button').click()")
-    page.wait_for(f"{text_of('connection')}.includes('taken')")
+    page.wait_for(f"{text_of('answer')}.includes('taken')")
 
 
 def test_the_dark_page_is_dark(opened):

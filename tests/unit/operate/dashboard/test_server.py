@@ -186,7 +186,7 @@ def test_actions_are_refused_unless_they_are_allowed(page):
     assert page.ask(*action)[0] == 405
     with served(acts=True, actions={"stacks": lambda: "taken"}) as acting:
         status, _, body = acting.ask(*action)
-        assert (status, json.loads(body)) == (200, {"said": "taken"})
+        assert (status, json.loads(body)) == (200, {"report": "taken"})
         assert acting.ask("POST /actions/stacks", HOST, BEARER, "Content-Length: 0")[0] == 405
         assert acting.ask("POST /actions/kill", *action[1:])[0] == 404
 

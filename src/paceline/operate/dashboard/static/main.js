@@ -4,6 +4,8 @@ import { byId, setText } from "./dom.js";
 import { applied, newPicture } from "./state.js";
 import { newView } from "./view.js";
 
+const ANSWER_SHOWN_MS = 10_000;
+
 const view = newView(newPicture());
 
 function connect() {
@@ -26,7 +28,9 @@ function connect() {
 
 async function takeStacks() {
   const answer = await fetch("actions/stacks", { method: "POST", headers: { "X-Paceline-Action": "stacks" } });
-  setText(byId("connection"), answer.ok ? (await answer.json()).said : await answer.text());
+  const text = answer.ok ? (await answer.json()).report : await answer.text();
+  setText(byId("answer"), text);
+  setTimeout(() => setText(byId("answer"), ""), ANSWER_SHOWN_MS);
 }
 
 if (document.documentElement.dataset.actions === "1") view.takeStacks = takeStacks;
