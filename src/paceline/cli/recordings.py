@@ -112,7 +112,7 @@ def _diagnose(directories: Sequence[Path]) -> _JobDiagnosis:
     network = slow_network(found.ranks)
     notice = None
     if verdict is not None and verdict.is_fault:
-        notice = StallNotice(verdict.sentence, verdict.blamed, tuple(each.sentence for each in network))
+        notice = StallNotice(verdict.sentence, verdict.blamed, tuple(link.sentence for link in network))
     aggregator = None
     with contextlib.suppress(NothingRecordedError):
         aggregator = aggregate_directories(directories, notice)

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--confidence",
-        choices=[each.value for each in Confidence],
+        choices=[confidence.value for confidence in Confidence],
         default=Confidence.HIGH.value,
         help="with a script, the lowest confidence of the findings to show; low also shows those that may be wrong",
     )

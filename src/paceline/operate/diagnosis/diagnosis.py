@@ -139,7 +139,7 @@ class AbsenceReason:
 def _explain_absence(rank: RankState) -> AbsenceReason:
     if rank.ending is not None:
         cause = Cause.LEFT if _has_left(rank) else _OWN_FAULTS.get(rank.ending.manner, Cause.EXCEPTION)
-        details = ", ".join(each for each in (rank.ending.how, rank.ending.line) if each)
+        details = ", ".join(text for text in (rank.ending.how, rank.ending.line) if text)
         return AbsenceReason(cause, f"has ended{f' ({details})' if details else ''}")
     process, place = rank.process, rank.place
     if process is not None and process.state is ProcessState.ENDED:
@@ -529,7 +529,7 @@ def _count(found: CallCountMismatch, word: str) -> str:
 def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
     """Diagnoses an early exit: the ranks that exited made too few calls, or a few waiting ranks made too many."""
     start = beginning(snapshot, wait.waiters)
-    left = [each.rank for each in snapshot.ranks if each.rank in wait.absent and _has_left(each)]
+    left = [other.rank for other in snapshot.ranks if other.rank in wait.absent and _has_left(other)]
     if len(left) > len(wait.waiters):
         sentence = (
             f"{start}{waiting(snapshot, wait)}; {named(left, snapshot.word)} {verb(len(left), 'have')} finished the "
@@ -537,13 +537,13 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
         )
         return Diagnosis(Cause.TWICE, wait.waiters, sentence)
     # While other absent ranks are running, the waiting ranks may turn out to have made one call too many.
-    undecided = [each.rank for each in snapshot.ranks if each.rank in wait.absent and each.ending is None]
+    undecided = [other.rank for other in snapshot.ranks if other.rank in wait.absent and other.ending is None]
     last = rank.latest_call
     where = f" ({last.line})" if last is not None and last.line else ""
     is_abandoned = last is not None and has_abandoned(rank, last)
     after = f" {'before' if is_abandoned else 'after'} {last}{where}" if last is not None else ""
     after += " had completed" if is_abandoned else ""
-    lines = {each.ending.line for each in snapshot.ranks if each.rank in left and each.ending is not None}
+    lines = {other.ending.line for other in snapshot.ranks if other.rank in left and other.ending is not None}
     exit_line = lines.pop() if len(lines) == 1 else ""
     code = f"exit code 0 (sys.exit or SystemExit at {exit_line})" if exit_line else "exit code 0"
     sentence = (

@@ -156,9 +156,9 @@ def find_stragglers(work: Iterable[StepWork], looks: int = 1) -> list[StragglerC
     known: set[int] = set()
     fresh = []
     for cost in found:  # a rank in several groups is reported once
-        if any(each.rank not in known for each in cost.stragglers):
+        if any(straggler.rank not in known for straggler in cost.stragglers):
             fresh.append(cost)
-        known.update(each.rank for each in cost.stragglers)
+        known.update(straggler.rank for straggler in cost.stragglers)
     return fresh
 
 
@@ -278,7 +278,7 @@ def _cause_of(table: _StepTable, rank: int, excess_s: float, otherwise: Cause) -
     """Returns the cause of more than half of a rank's additional time, which totals `excess_s`."""
     others = [other for other in table.ranks if other != rank]
     data_s = [step.data_s for step in table.steps if step.data_s]
-    if sum(each[rank] - median(each[other] for other in others) for each in data_s) > excess_s / 2:
+    if sum(waits[rank] - median(waits[other] for other in others) for waits in data_s) > excess_s / 2:
         return Cause.LOADER
     if sum(step.device_s.get(rank, 0.0) for step in table.steps) > excess_s / 2:
         return Cause.SLOW_DEVICE
@@ -477,7 +477,8 @@ def describe(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) 
         is_over: whether the job has ended; the sentences are then in the past tense.
     """
     found = [
-        Diagnosis(each.cause, (each.rank,), _sentence(each, cost, word, is_over=is_over)) for each in cost.stragglers
+        Diagnosis(straggler.cause, (straggler.rank,), _sentence(straggler, cost, word, is_over=is_over))
+        for straggler in cost.stragglers
     ]
     last = found[-1]
     return [
@@ -488,7 +489,7 @@ def describe(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) 
 
 def what_if(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) -> str:
     """Returns a clause that states how long a step would take if the stragglers were as fast as the other ranks."""
-    who = named([each.rank for each in cost.stragglers], word)
+    who = named([straggler.rank for straggler in cost.stragglers], word)
     others = "the other" if cost.ranks == 2 else "the others"
     be = "had been" if is_over else "were"
     take = "would have taken" if is_over else "would take"

@@ -15,7 +15,7 @@ _HEADS = (
 
 def table_text(predictions: Sequence[JobPrediction]) -> str:
     """Formats predictions as a table with one row per prediction, followed by an explanation of the columns."""
-    rows = [_HEADS, *(_cells(each) for each in predictions)]
+    rows = [_HEADS, *(_cells(prediction) for prediction in predictions)]
     per = f"{PER_SAMPLES:,} samples" if predictions[0].samples_per_s is not None else "1,000 steps"
     notes = (
         "efficiency: relative to the same number of ranks that never wait; memory: per rank; traffic: sent by a host "
@@ -48,15 +48,15 @@ def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
     if not advice:
         return f"On {nodes} nodes, none of the changes that were tried gains 1% or saves memory.\n"
     rows = [("change", "rate", "step", "memory per rank", "but")]
-    for each in advice:
-        saved = each.saved_nbytes
+    for sentence in advice:
+        saved = sentence.saved_nbytes
         rows.append(
             (
-                each.change.what,
-                f"{each.gain:+.0%}",
-                format_seconds(each.prediction.step.seconds),
-                format_bytes(each.prediction.memory.nbytes) + (f" (-{format_bytes(saved)})" if saved > 0 else ""),
-                each.change.but,
+                sentence.change.what,
+                f"{sentence.gain:+.0%}",
+                format_seconds(sentence.prediction.step.seconds),
+                format_bytes(sentence.prediction.memory.nbytes) + (f" (-{format_bytes(saved)})" if saved > 0 else ""),
+                sentence.change.but,
             )
         )
     return f"Possible changes on {nodes} nodes, each predicted separately:\n\n{aligned(rows, left=(0, 4))}\n"

@@ -200,7 +200,9 @@ def machine_noise(step_s: Sequence[float], contention: float = 0.0) -> float:
         contention: the fraction of the cores' time that other processes took (`Origin.contention`).
     """
     middle = median(step_s)
-    deviation = _TO_DEVIATION * median(abs(each - middle) for each in step_s) / middle if middle > 0 else 0.0
+    deviation = (
+        _TO_DEVIATION * median(abs(duration_s - middle) for duration_s in step_s) / middle if middle > 0 else 0.0
+    )
     return min(_MOST_NOISE, max(LEAST_NOISE, _DEVIATIONS * deviation, contention))
 
 

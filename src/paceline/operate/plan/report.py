@@ -220,7 +220,7 @@ def report(
         drawn = heat_map(heat, _rates(calibration))
         sections.append(_section("Efficiency by the number of nodes and the rate of a host's link", drawn))
     sections += [
-        _section("Predictions", _table(_PREDICTED, [_cells(each) for each in predictions])),
+        _section("Predictions", _table(_PREDICTED, [_cells(prediction) for prediction in predictions])),
         _section(f"What to change on {predictions[-1].nodes} nodes", _advice(advice)),
         _section("What was measured", _table(("", ""), _facts(calibration))),
     ]
@@ -273,13 +273,13 @@ def _advice(advice: Sequence[Advice]) -> str:
         return "<p>None of the changes that were tried gains 1% or saves memory.</p>"
     rows = [
         (
-            each.change.what,
-            f"{each.gain:+.0%}",
-            format_seconds(each.prediction.step.seconds),
-            format_bytes(each.prediction.memory.nbytes),
-            each.change.but,
+            sentence.change.what,
+            f"{sentence.gain:+.0%}",
+            format_seconds(sentence.prediction.step.seconds),
+            format_bytes(sentence.prediction.memory.nbytes),
+            sentence.change.but,
         )
-        for each in advice
+        for sentence in advice
     ]
     return _table(("change", "rate", "step", "memory per rank", "but"), rows)
 
@@ -315,6 +315,6 @@ def _section(title: str, body: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(each)}</th>" for each in heads)
+    head = "".join(f"<th>{escape(header)}</th>" for header in heads)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -60,7 +60,7 @@ class AssignmentLog:
 
         If `facts` states that the test differs between the ranks, numbers assigned in only one branch differ as well.
         """
-        for identity in {each: None for branch in branches for each in branch}:
+        for identity in {choice: None for branch in branches for choice in branch}:
             scope = next(branch[identity][0] for branch in branches if identity in branch)
             before = scope.get(identity[1], _MISSING)
             values = [branch[identity][1] if identity in branch else before for branch in branches]
@@ -74,10 +74,10 @@ def _with_facts(value: AbstractValue, facts: frozenset[Fact]) -> AbstractValue:
     if not facts or (value.is_known and not isinstance(value.constant, (bool, int, float))):
         return value
     if value.alternatives:
-        parts = tuple(_with_facts(each, facts) for each in value.alternatives)
+        parts = tuple(_with_facts(alternative, facts) for alternative in value.alternatives)
         return replace(value, facts=value.facts | facts, alternatives=parts)
     structures = (value.function, value.class_object, value.instance_of, value.items, value.wraps, value.wrapper)
-    if any(each is not None for each in structures) or value.is_object or value.called == "asynchronous":
+    if any(structure is not None for structure in structures) or value.is_object or value.called == "asynchronous":
         return value
     return replace(value, facts=value.facts | facts)
 
@@ -162,7 +162,7 @@ class ExecutionState:
         """
         truth = test.truth()
         if truth is None and not test.is_computed_by_a_call:  # an enclosing test may have decided it
-            truth = next((each.outcome for each in self._decided() if each.text == test.text), None)
+            truth = next((condition.outcome for condition in self._decided() if condition.text == test.text), None)
         if truth is not None:
             return self.run_if(PathCondition.of(node, test, truth), then if truth else otherwise), None
         flows: list[Flow] = []

@@ -90,7 +90,7 @@ class RankInterpreter:
     def attribute(self, owner: AbstractValue, name: str) -> AbstractValue:
         """Returns the value of an attribute."""
         if owner.alternatives:
-            return either(self.attribute(each, name) for each in owner.alternatives)
+            return either(self.attribute(alternative, name) for alternative in owner.alternatives)
         if name in owner.attributes:
             return self.state.named(name, owner.attributes[name])
         body = owner.instance_of or owner.class_object
@@ -138,7 +138,9 @@ class RankInterpreter:
                     self.state.store(owner.attributes, f"[{key.text}]", value)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 for number, part in enumerate(parts):
-                    self.assign(part, either(unpacked_part(each, number, len(parts)) for each in value.each()))
+                    self.assign(
+                        part, either(unpacked_part(alternative, number, len(parts)) for alternative in value.each())
+                    )
             case ast.Starred(value=part):
                 self.assign(part, value)
 
@@ -235,7 +237,7 @@ class RankInterpreter:
 
     def _changed_by_every_iteration(self, target: ast.expr, result: AbstractValue) -> AbstractValue:
         """Returns an unknown value for a loop counter, because the body of the loop is interpreted only once."""
-        is_number = any(isinstance(each.constant, (int, float)) for each in result.each())
+        is_number = any(isinstance(alternative.constant, (int, float)) for alternative in result.each())
         if not self.path.loops or not is_number or result.facts & {Fact.RANK, Fact.WORLD_RANGE}:
             return result
         text = shortened(f"{ast.unparse(target)} after some iterations")
@@ -342,7 +344,7 @@ class RankInterpreter:
         owner: ClassObject | None = None,
         decorators: tuple[str, ...] = (),
     ) -> FunctionObject:
-        positional = [each.arg for each in [*node.args.posonlyargs, *node.args.args]]
+        positional = [parameter.arg for parameter in [*node.args.posonlyargs, *node.args.args]]
         values = map(self.evaluate, reversed(node.args.defaults))
         defaults = dict(zip(reversed(positional), values, strict=False))
         for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=False):
@@ -374,10 +376,12 @@ class RankInterpreter:
         """Calls a value, which may be a function defined in the script or in a library."""
         if callee.alternatives:
             results: list[AbstractValue] = []
-            for each in callee.alternatives:
+            for alternative in callee.alternatives:
                 # the contents of the alternatives do not influence which alternative is called
                 condition = PathCondition(node, callee.text, True, frozenset(), False)
-                self.state.run_if(condition, _append(results, partial(self.call, each, arguments, keywords, node)))
+                self.state.run_if(
+                    condition, _append(results, partial(self.call, alternative, arguments, keywords, node))
+                )
             return either(results) if results else AbstractValue(callee.text)
         if callee.function is not None:
             this = [callee.receiver] if callee.receiver is not None else []
@@ -427,7 +431,7 @@ class RankInterpreter:
         result = AbstractValue(f"{name}()", facts=inherited_facts([*arguments, *keywords.values()]))
         if self._calls.count(function.node) > 1 or len(self._calls) >= _DEEPEST_CALL or self.path.trace.truncated:
             return result
-        names = {each.rpartition(".")[2] for each in function.decorators}
+        names = {decorator.rpartition(".")[2] for decorator in function.decorators}
         if is_repeated and names & {"cache", "lru_cache"}:
             return result  # a cached function might not run again
         once = bool(names & _RUN_ONCE)
@@ -437,7 +441,7 @@ class RankInterpreter:
             if once:
                 self.path.conditions.append(PathCondition(function.node, name, True, frozenset({Fact.RANK}), True))
             self.path.without_gradients += any(
-                "no_grad" in each or "inference_mode" in each for each in function.decorators
+                "no_grad" in decorator or "inference_mode" in decorator for decorator in function.decorators
             )
             self._calls.append(function.node)
             try:

@@ -145,8 +145,8 @@ def _collective(call: LibraryCall) -> AbstractValue:
 def _in_group(call: LibraryCall, first: int) -> bool:
     """Returns True if an argument at index `first` or later is a group other than WORLD."""
     values = [call.keywords[key] for key in ("group", "process_group", "pg", "device_mesh") if key in call.keywords]
-    unnamed = (each for each in call.arguments[first:] if not each.is_known)
-    values += [each for each in unnamed if _GROUP_NAME.search(each.called or each.text)]
+    unnamed = (argument for argument in call.arguments[first:] if not argument.is_known)
+    values += [value for value in unnamed if _GROUP_NAME.search(value.called or value.text)]
     return any(not is_world(value) for value in values)
 
 
@@ -243,7 +243,9 @@ def perform(call: LibraryCall) -> AbstractValue:
 def _builtin(call: LibraryCall) -> AbstractValue | None:
     if call.path == "dict":
         entries = {f"['{name}']": value for name, value in call.keywords.items()}
-        copied = {key: value for each in call.arguments for key, value in each.attributes.items() if key[:1] == "["}
+        copied = {
+            key: value for argument in call.arguments for key, value in argument.attributes.items() if key[:1] == "["
+        }
         return AbstractValue("dict()", attributes=copied | entries)
     first = call.arguments[0] if call.arguments else None
     if call.path != call.name or first is None:
@@ -273,7 +275,7 @@ def _builtin(call: LibraryCall) -> AbstractValue | None:
 
 def _converted(name: str, arguments: list[AbstractValue]) -> AbstractValue:
     if len(arguments) == 1 and arguments[0].alternatives:
-        return either(_converted(name, [each]) for each in arguments[0].alternatives)
+        return either(_converted(name, [alternative]) for alternative in arguments[0].alternatives)
     facts = frozenset().union(*(value.facts for value in arguments)) - {Fact.OPAQUE}
     if all(value.is_known for value in arguments):
         with suppress(Exception):
@@ -295,10 +297,10 @@ def _unknown(call: LibraryCall) -> AbstractValue:
     for value in values:
         if call.name not in _NOT_ESCAPING:
             if re.search("load|resume|restart|restore|checkpoint", call.name):
-                for each in value.each():
-                    each.escaped = True
-            for each in value.contents():
-                each.escaped |= is_loader(each) or is_work(each) or each.called_name == "DistributedSampler"
+                for alternative in value.each():
+                    alternative.escaped = True
+            for element in value.contents():
+                element.escaped |= is_loader(element) or is_work(element) or element.called_name == "DistributedSampler"
         if call.path.startswith("torch.") and call.name not in ("no_grad", "Event", "Stream"):
             note_use(call.state.path, value, call.node)
         if value.function is not None and call.path in _RUNNERS:
@@ -367,7 +369,7 @@ def items_in_loop(state: ExecutionState, iterable: AbstractValue, body: Sequence
         return [either(iterable.items)]
     text = shortened(f"item of {iterable.text}")
     if iterable.called in ("enumerate", "zip") and iterable.arguments:
-        parts = [either(items_in_loop(state, each, body)) for each in iterable.arguments]
+        parts = [either(items_in_loop(state, argument, body)) for argument in iterable.arguments]
         if iterable.called == "enumerate":
             parts = [AbstractValue("index", facts=frozenset({Fact.OPAQUE})), *parts[:1]]
         return [AbstractValue(text, items=parts)]

@@ -109,7 +109,7 @@ def qualified_name(node: ast.AST) -> str:
 @cache
 def is_generator(node: ast.AST) -> bool:
     """Returns True if a function is a generator function."""
-    return any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(node))
+    return any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
 
 
 def initializes(tree: ast.AST) -> bool:
@@ -120,7 +120,7 @@ def initializes(tree: ast.AST) -> bool:
 
 def starts_processes(nodes: Iterable[ast.AST]) -> bool:
     """Returns True if the statements start processes."""
-    calls = (qualified_name(each) for node in nodes for each in ast.walk(node) if isinstance(each, ast.Call))
+    calls = (qualified_name(inner) for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Call))
     return any(name.rpartition(".")[2] == "Process" for name in calls)
 
 
@@ -145,12 +145,12 @@ def sampler_of(loader: AbstractValue) -> AbstractValue | None:
 
 def loaders_in(value: AbstractValue) -> list[AbstractValue]:
     """Returns the data loaders that a loop over the value reads."""
-    return [each for each in value.sources(3) if is_loader(each)]
+    return [source for source in value.sources(3) if is_loader(source)]
 
 
 def is_different_on_each_rank(iterable: AbstractValue) -> bool:
     """Returns True if the items of an iterable are samples that only this rank reads."""
-    if any(each.called_name in _PREPARES for each in iterable.sources()):
+    if any(source.called_name in _PREPARES for source in iterable.sources()):
         return True
     for loader in loaders_in(iterable):
         sampler, shuffle = sampler_of(loader), loader.keywords.get("shuffle")
@@ -183,7 +183,7 @@ def output_of(module: AbstractValue, result: AbstractValue, arguments: Sequence[
         facts |= {Fact.REPLICA_OUTPUT}
     elif module.wrapper is not None:
         facts |= {Fact.INNER_OUTPUT}
-    text = shortened(f"{module.text}({', '.join(each.text for each in arguments)})")
+    text = shortened(f"{module.text}({', '.join(argument.text for argument in arguments)})")
     return AbstractValue(text, facts=facts, arguments=(result,))
 
 

@@ -26,7 +26,7 @@ def collectives(job: JobTrace) -> Iterator[Diagnostic]:
             event = first(ranks)
             if event.node in balanced:
                 continue
-            numbers = [sum(not each.in_group for each in events) for events in ranks]
+            numbers = [sum(not other.in_group for other in events) for events in ranks]
             if event.phase != phase or len(set(numbers)) == 1:
                 continue
             if len({count[event.name] for count in counts}) == 1:
@@ -49,8 +49,8 @@ def collectives(job: JobTrace) -> Iterator[Diagnostic]:
     for ranks in job.by_node("collective"):
         event = first(ranks)
         tests = [
-            each for each in event.conditions
-            if not each.is_known and each.facts & _DIFFERENT and not _ends_early(each.node)
+            condition for condition in event.conditions
+            if not condition.is_known and condition.facts & _DIFFERENT and not _ends_early(condition.node)
         ]  # fmt: skip
         if tests and not event.in_group and not event.guarded:
             line = getattr(tests[0].node, "lineno", 0)
@@ -59,7 +59,7 @@ def collectives(job: JobTrace) -> Iterator[Diagnostic]:
             )
             fix = "all_reduce the condition first, and test the result"
             matched = any(
-                each.name == event.name and not each.conditions for each in job.of(job.traces[0], "collective")
+                call.name == event.name and not call.conditions for call in job.of(job.traces[0], "collective")
             )
             confidence = job.confidence(event, unless=matched)
             yield found(event, "not-all-ranks", f"{event.name}()", reason, fix, confidence)
@@ -76,7 +76,7 @@ def _balanced(job: JobTrace, phase: str) -> set[ast.AST]:
     for ranks in sorted(job.by_node("collective"), key=lambda ranks: order[first(ranks).node]):
         event = first(ranks)
         if event.phase == phase:
-            counts = tuple(sum(not each.in_group for each in events) for events in ranks)
+            counts = tuple(sum(not other.in_group for other in events) for events in ranks)
             numbers.setdefault(event.name, {})[event.node] = counts
     balanced: set[ast.AST] = set()
     for places in numbers.values():
@@ -101,14 +101,14 @@ def _ends_early(node: ast.AST) -> bool:
     ends = (ast.Break, ast.Continue, ast.Return, ast.Raise)
     exits = {"exit", "_exit", "quit", "abort"}
     return any(
-        isinstance(each, ends)
-        or (isinstance(each, ast.Call) and library_call.qualified_name(each).rpartition(".")[2] in exits)
-        for each in ast.walk(node)
+        isinstance(inner, ends)
+        or (isinstance(inner, ast.Call) and library_call.qualified_name(inner).rpartition(".")[2] in exits)
+        for inner in ast.walk(node)
     )
 
 
 def _orders(job: JobTrace) -> Iterator[Diagnostic]:
-    sequences = [[each for each in job.of(trace, "collective") if not each.in_group] for trace in job.traces]
+    sequences = [[call for call in job.of(trace, "collective") if not call.in_group] for trace in job.traces]
     for number, events in enumerate(zip(*sequences, strict=False)):
         names = [event.name for event in events]
         other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
@@ -121,21 +121,21 @@ def _orders(job: JobTrace) -> Iterator[Diagnostic]:
 
 def groups(job: JobTrace) -> Iterator[Diagnostic]:
     """Reports groups that the ranks create with different members."""
-    sequences = [[each for each in job.of(trace, "new_group") if not each.in_group] for trace in job.traces]
+    sequences = [[other for other in job.of(trace, "new_group") if not other.in_group] for trace in job.traces]
     for events in zip(*sequences, strict=False):
         members = [event.subject for event in events]
-        if any(each is None for each in members):
+        if any(member is None for member in members):
             continue
-        known = [each for each in members if each is not None]
-        sets = [frozenset(item.constant if item.is_known else item.text for item in each.items or ()) or each.text
-                for each in known]  # fmt: skip
-        other = next((rank for rank, each in enumerate(sets) if each != sets[0]), None)
+        known = [member for member in members if member is not None]
+        sets = [frozenset(item.constant if item.is_known else item.text for item in value.items or ()) or value.text
+                for value in known]  # fmt: skip
+        other = next((rank for rank, members in enumerate(sets) if members != sets[0]), None)
         if other is None:
             continue
         reason = f"the group has the ranks {known[0].text} on rank 0, but {known[other].text} on rank {other}"
         fix = "create all groups on all ranks in the same order, and use the one that contains the rank"
-        uncertain = any(Fact.PERHAPS_RANK in each.facts for each in known)
-        uncertain |= any(not each.is_known for event in events for each in event.conditions)
+        uncertain = any(Fact.PERHAPS_RANK in value.facts for value in known)
+        uncertain |= any(not condition.is_known for event in events for condition in event.conditions)
         confidence = job.confidence(events[0], unless=uncertain)
         yield found(events[0], "different-group", "new_group() with different ranks", reason, fix, confidence)
         return
@@ -199,9 +199,9 @@ def messages(job: JobTrace) -> Iterator[Diagnostic]:
 def deadlocks(job: JobTrace) -> Iterator[Diagnostic]:
     """Reports ranks that wait for messages from each other, because all of them receive before they send."""
     sequences = [list(job.of(trace, "message")) for trace in job.traces]
-    for event in (each for events in sequences for each in events):
+    for event in (other for events in sequences for other in events):
         is_certain = event.subject is not None and isinstance(event.subject.constant, int)
-        if not is_certain or event.in_group or any(not each.is_known for each in event.conditions):
+        if not is_certain or event.in_group or any(not condition.is_known for condition in event.conditions):
             return
     positions, sent = [0] * len(sequences), Counter[tuple[int, object]]()
     waits_for: dict[int, object] = {}
@@ -242,11 +242,11 @@ def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
         event = first(ranks)
         loop = event.loops[-1]
         inside = [
-            each for trace in job.traces for each in trace.of("collective")
-            if loop in each.loops and not each.in_group
+            call for trace in job.traces for call in trace.of("collective")
+            if loop in call.loops and not call.in_group
         ]  # fmt: skip
         if event.name == "continue":
-            later = [each for each in inside if each.line > event.line]
+            later = [inner for inner in inside if inner.line > event.line]
             is_endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant)
             inside = [] if is_endless and len(later) == len(inside) else later  # the rank loops again; others wait
         if event.guarded or not inside:
@@ -275,8 +275,8 @@ def _tests_around(event: TraceEvent) -> tuple[PathCondition, ...]:
     """Returns the tests around a statement that leaves a loop. Other findings cover the loop and earlier statements."""
     loop = event.loops[-1]
     return tuple(
-        each for each in event.conditions
-        if event.name == "while" or (each.node is not loop and event.node in ast.walk(each.node))
+        condition for condition in event.conditions
+        if event.name == "while" or (condition.node is not loop and event.node in ast.walk(condition.node))
     )  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def uneven_ranges(job: JobTrace) -> Iterator[Diagnostic]:
             len(events[0].subject.constant) if events and events[0].subject is not None
             and isinstance(events[0].subject.constant, range) else None for events in ranks
         ]  # fmt: skip
-        inside = [each for each in job.traces[0].of("collective") if event.node in each.loops and not each.in_group]
+        inside = [call for call in job.traces[0].of("collective") if event.node in call.loops and not call.in_group]
         other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
         if None in lengths or other is None or not inside or event.guarded:
             continue
@@ -304,7 +304,7 @@ def _difference(paths: list[tuple[PathCondition, ...]]) -> PathCondition | None:
     for conditions in zip(*paths, strict=False):
         if conditions[0].is_known:
             continue
-        if conditions[0].facts & _DIFFERENT or len({each.text for each in conditions}) > 1:
+        if conditions[0].facts & _DIFFERENT or len({condition.text for condition in conditions}) > 1:
             return conditions[0]
     return None
 
@@ -313,19 +313,21 @@ def files(job: JobTrace) -> Iterator[Diagnostic]:
     """Reports files that several ranks write, create or download under the same name."""
     emptied = {
         item.context_expr for node in ast.walk(job.tree) if isinstance(node, ast.With)
-        for item in node.items if all(isinstance(each, ast.Pass) for each in node.body)
+        for item in node.items if all(isinstance(statement, ast.Pass) for statement in node.body)
     }  # fmt: skip
     in_try = {
-        each for node in ast.walk(job.tree) if isinstance(node, ast.Try) and node.handlers
-        for statement in node.body for each in ast.walk(statement)
+        inner for node in ast.walk(job.tree) if isinstance(node, ast.Try) and node.handlers
+        for statement in node.body for inner in ast.walk(statement)
     }  # fmt: skip
     for ranks in job.by_node("write", "directory", "download"):
         event = first(ranks)
         writers = [rank for rank, events in enumerate(ranks) if events]
         if not _same_machine(job, writers) or not _same_file([events[0] for events in ranks if events]):
             continue
-        uncertain = event.guarded or any(each.depends_on_the_rank for each in event.conditions if not each.is_known)
-        uncertain |= _is_ordered(job, event) or any(each.is_callback for each in event.conditions)
+        uncertain = event.guarded or any(
+            condition.depends_on_the_rank for condition in event.conditions if not condition.is_known
+        )
+        uncertain |= _is_ordered(job, event) or any(condition.is_callback for condition in event.conditions)
         every = "all ranks" if len(writers) == len(job.traces) else who(writers, len(job.traces))
         if event.kind == "write":
             uncertain |= event.node in emptied or '"a' in event.name or _precedes_init(job, event)
@@ -334,14 +336,14 @@ def files(job: JobTrace) -> Iterator[Diagnostic]:
             fix = "write if dist.get_rank() == 0: before it, and call dist.barrier() before a rank reads the file"
             name = "all-ranks-save"
         elif event.kind == "directory":
-            uncertain |= event.node in in_try or any(not each.is_known for each in event.conditions)
+            uncertain |= event.node in in_try or any(not condition.is_known for condition in event.conditions)
             uncertain |= _precedes_init(job, event)
             reason = f"{every} create the same directory, and all but the first raise FileExistsError"
             fix = "pass exist_ok=True"
             name = "all-ranks-mkdir"
         else:
-            before = [each for each in job.traces[0].of("download") if each.phase == "script" != job.phase]
-            uncertain |= any(each.name == event.name for each in before)  # the files already exist
+            before = [download for download in job.traces[0].of("download") if download.phase == "script" != job.phase]
+            uncertain |= any(earlier.name == event.name for earlier in before)  # the files already exist
             reason = f"{every} download the same files at the same time, and the result may be damaged"
             fix = "download on rank 0 only, then call dist.barrier(), and read the files on all ranks"
             name = "all-ranks-download"
@@ -360,10 +362,10 @@ def _same_file(events: list[TraceEvent]) -> bool:
     for path in paths:
         sources = list(path.sources())
         if path.facts & (_DIFFERENT | {Fact.RANK, Fact.PERHAPS_RANK}) or any(
-            each.facts & _DIFFERENT for each in sources
+            source.facts & _DIFFERENT for source in sources
         ):
             return False
-        if any(each.called_name in _IN_MEMORY or each.called == "open" for each in sources):
+        if any(source.called_name in _IN_MEMORY or source.called == "open" for source in sources):
             return False
         if "devnull" in path.text or path.constant in ("/dev/null", "/dev/stdout"):
             return False
@@ -375,17 +377,17 @@ def _has_own_arguments(job: JobTrace, event: TraceEvent) -> bool:
     for init in job.of(job.traces[0], "init"):
         owner = init.result.called.rpartition(".")[0] if init.result is not None else ""
         path = event.subject
-        if "parse_args" in owner and path is not None and any(owner in each.text for each in path.sources()):
+        if "parse_args" in owner and path is not None and any(owner in source.text for source in path.sources()):
             return True
     return False
 
 
 def _precedes_init(job: JobTrace, event: TraceEvent) -> bool:
     """Returns True if an event occurs before the ranks are connected."""
-    for each in job.of(job.traces[0], "init", event.kind):
-        if each.kind == "init":
+    for other in job.of(job.traces[0], "init", event.kind):
+        if other.kind == "init":
             return False
-        if each.node is event.node:
+        if other.node is event.node:
             return any(True for _ in job.of(job.traces[0], "init"))
     return False
 
@@ -395,9 +397,9 @@ def _is_ordered(job: JobTrace, event: TraceEvent) -> bool:
     before = []
     for trace in job.traces:
         events = list(job.of(trace, "collective", event.kind))
-        position = next((number for number, each in enumerate(events) if each.node is event.node), len(events))
-        before.append([each.name for each in events[:position] if each.kind in ("collective", "download")])
-    return any(each != before[0] for each in before)
+        position = next((number for number, other in enumerate(events) if other.node is event.node), len(events))
+        before.append([earlier.name for earlier in events[:position] if earlier.kind in ("collective", "download")])
+    return any(earlier != before[0] for earlier in before)
 
 
 def initialization(job: JobTrace) -> Iterator[Diagnostic]:
@@ -407,8 +409,8 @@ def initialization(job: JobTrace) -> Iterator[Diagnostic]:
         early: list[TraceEvent] = []
         for event in job.of(trace, "init", "wrap", "collective", "query", "message"):
             if event.kind == "init":
-                for each in early if event.name not in ("Accelerator", "imported") else ():
-                    first_events.setdefault(each.node, each)
+                for earlier in early if event.name not in ("Accelerator", "imported") else ():
+                    first_events.setdefault(earlier.node, earlier)
                 break
             early.append(event)
         if first_events:
@@ -416,7 +418,7 @@ def initialization(job: JobTrace) -> Iterator[Diagnostic]:
     for event in sorted(first_events.values(), key=lambda event: event.line):
         reason = "the process group does not exist yet"
         fix = "call init_process_group() before it"
-        uncertain = any(not each.is_known for each in event.conditions)
+        uncertain = any(not condition.is_known for condition in event.conditions)
         confidence = job.confidence(event, unless=uncertain)
         yield found(event, "before-init", f"{event.name}() before init_process_group()", reason, fix, confidence)
 
@@ -452,7 +454,7 @@ def processes(job: JobTrace) -> Iterator[Diagnostic]:
             continue
         reason = "each new process imports this file, reaches this call and raises RuntimeError"
         fix = 'put the call in if __name__ == "__main__":'
-        uncertain = any(not each.is_known for each in event.conditions)
+        uncertain = any(not condition.is_known for condition in event.conditions)
         confidence = Confidence.LOW if uncertain else Confidence.HIGH
         yield found(event, "no-main-guard", f"{event.name}() at import", reason, fix, confidence)
     yield from _loader_processes(job)
@@ -481,7 +483,7 @@ def _loader_processes(job: JobTrace) -> Iterator[Diagnostic]:
                 if method is None:
                     reason += "; since Python 3.14, the default start method on Linux is forkserver"
                 fix = 'put the training code in if __name__ == "__main__":, or use multiprocessing_context="fork"'
-                uncertain = any(not each.is_known for each in event.conditions) or not job.is_distributed
+                uncertain = any(not condition.is_known for condition in event.conditions) or not job.is_distributed
                 uncertain |= method is None and (sets_method or not library_call.FORKSERVER_IS_DEFAULT)
                 confidence = Confidence.LOW if uncertain else Confidence.HIGH
                 yield found(event, "no-main-guard", "DataLoader with workers at import", reason, fix, confidence)

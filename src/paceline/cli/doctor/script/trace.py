@@ -78,7 +78,7 @@ class TraceEvent:
 
     def guard(self) -> PathCondition | None:
         """Returns the innermost test that depends on the rank, or None."""
-        return next((each for each in reversed(self.conditions) if each.depends_on_the_rank), None)
+        return next((condition for condition in reversed(self.conditions) if condition.depends_on_the_rank), None)
 
 
 @dataclass(eq=False)
@@ -158,7 +158,7 @@ class JobTrace:
     attributes: frozenset[str] = field(init=False)  # the names of all attributes in the script
 
     def __post_init__(self) -> None:
-        self.attributes = frozenset(each.attr for each in ast.walk(self.tree) if isinstance(each, ast.Attribute))
+        self.attributes = frozenset(node.attr for node in ast.walk(self.tree) if isinstance(node, ast.Attribute))
         events = [event for trace in self.traces for event in trace.events]
         started = any(event.phase == "worker" for event in events)
         self.phase = "worker" if started else "script"
@@ -214,10 +214,14 @@ class JobTrace:
     def _excludes_init(self, event: TraceEvent) -> bool:
         """Returns True if a test with an unknown result leads either to an event or to a call that connects the
         ranks."""
-        outcomes = {each.node: each.outcome for each in event.conditions if not each.is_known}
+        outcomes = {condition.node: condition.outcome for condition in event.conditions if not condition.is_known}
         inits = list(self.of(self.traces[0], "init"))
         return bool(inits) and all(
-            any(outcomes.get(each.node, each.outcome) is not each.outcome for each in init.conditions) for init in inits
+            any(
+                outcomes.get(condition.node, condition.outcome) is not condition.outcome
+                for condition in init.conditions
+            )
+            for init in inits
         )
 
     def counts(self, *kinds: EventKind, phase: Phase) -> list[Counter[str]]:

@@ -81,7 +81,9 @@ def narrow_wrapped(state: ExecutionState, test: ast.expr, outcome: bool) -> None
 
 
 def _keep(state: ExecutionState, model: str, is_wrapped: bool) -> None:
-    kept = [each for each in state.lookup(model).alternatives if (each.wraps is not None) is is_wrapped]
+    kept = [
+        alternative for alternative in state.lookup(model).alternatives if (alternative.wraps is not None) is is_wrapped
+    ]
     if kept:
         state.assign(model, either(kept))
 
@@ -94,7 +96,7 @@ def build_model(call: LibraryCall) -> AbstractValue | None:
     if call.name in WRAPPERS | _SHARDING_WRAPPERS:
         return _wrap(call, module)
     if call.name == "convert_sync_batchnorm":
-        if any(each.wraps is not None for each in module.each()):
+        if any(alternative.wraps is not None for alternative in module.each()):
             call.record("change", "convert_sync_batchnorm(...)", module)
         return module
     if call.name in _PASS_THROUGH and call.callee.is_module:
@@ -108,8 +110,8 @@ def _wrap(call: LibraryCall, module: AbstractValue) -> AbstractValue:
     inner = module.wraps or module
     wrapper = call.object(wraps=inner, called="wrapping" if call.name in WRAPPERS else "sharding", arguments=())
     if call.name in WRAPPERS:
-        for each in inner.each():
-            each.wrapper = wrapper
+        for alternative in inner.each():
+            alternative.wrapper = wrapper
     call.record("wrap", call.name, module, wrapper)
     group = call.keywords.get("process_group") or call.keywords.get("device_mesh")
     call.record("collective", call.name, in_group=group is not None and not is_world(group))
@@ -132,7 +134,7 @@ def read_data(call: LibraryCall) -> AbstractValue | None:
         call.record("download", call.name, call.argument(0, "root"))
     elif call.path in _COMMANDS and call.arguments:
         command = call.arguments[0]
-        words = [str(each.constant) for each in [command, *(command.items or ())] if each.is_known]
+        words = [str(part.constant) for part in [command, *(command.items or ())] if part.is_known]
         if any(re.match(r"(wget|curl)\b", word) for word in words):
             call.record("download", call.name, command)
     return None
@@ -150,8 +152,8 @@ def access_files(call: LibraryCall) -> AbstractValue | None:
         call.record("write", name, call.keywords["filename"])
     path = _written_path(call)
     if path is not None:
-        parts = (each for value in call.arguments for each in value.contents())
-        states = (each for each in parts if each.called in ("wrapped state", "wrapping"))
+        parts = (element for value in call.arguments for element in value.contents())
+        states = (part for part in parts if part.called in ("wrapped state", "wrapping"))
         exports = call.path == "torch.onnx.export"  # the computation, without the wrapper
         call.record("write", f"{call.name}()", path, None if exports else next(states, None))
         return known(None)
@@ -216,16 +218,16 @@ def select_device(call: LibraryCall) -> AbstractValue | None:
         call.record("device", ".cuda", first or known("cuda"))
         return call.callee.receiver
     target = first if call.name == "to" and is_method else call.keywords.get("device")
-    for each in target.each() if target is not None else ():
-        is_literal = isinstance(each.constant, (str, int)) and not isinstance(each.constant, bool)
-        if is_literal and each.called != "torch.device":
-            call.record("device", f".{call.name}", each)
+    for alternative in target.each() if target is not None else ():
+        is_literal = isinstance(alternative.constant, (str, int)) and not isinstance(alternative.constant, bool)
+        if is_literal and alternative.called != "torch.device":
+            call.record("device", f".{call.name}", alternative)
     return None
 
 
 def _device(kind: AbstractValue, index: AbstractValue | None) -> AbstractValue:
     if kind.alternatives:
-        return either(_device(each, index) for each in kind.alternatives)
+        return either(_device(alternative, index) for alternative in kind.alternatives)
     if index is None:
         return AbstractValue(kind.text, kind.constant, kind.facts)
     facts = inherited_facts([kind, index])
@@ -257,9 +259,9 @@ def call_method(call: LibraryCall) -> AbstractValue | None:
     if call.name in ("append", "add", "extend", "insert", "put") and owner.items is not None and call.arguments:
         owner.items.append(call.arguments[-1])
         return known(None)
-    if call.name == "update" and (call.keywords or any(each.entries() for each in call.arguments)):
-        for each in [*(value.entries() for value in call.arguments), call.keywords]:
-            for name, value in each.items():
+    if call.name == "update" and (call.keywords or any(argument.entries() for argument in call.arguments)):
+        for argument in [*(value.entries() for value in call.arguments), call.keywords]:
+            for name, value in argument.items():
                 call.state.store(owner.attributes, f"['{name}']", value)
         return known(None)
     if call.name in ("add_module", "register_module", "register_parameter") and wrapped_owner(owner) is not None:
@@ -272,15 +274,19 @@ def call_method(call: LibraryCall) -> AbstractValue | None:
         several = bool(conditions) and conditions[-1].node is call.node
         return AbstractValue(f"{owner.text}.state_dict()", called=called, receiver=owner, is_alternative=several)
     if call.name == "load_state_dict":
-        is_wrapped = any(each.wraps is not None for each in owner.each())
+        is_wrapped = any(alternative.wraps is not None for alternative in owner.each())
         call.record("load_state", "wrapped" if is_wrapped else "plain", owner, call.argument(0, "state_dict"))
     if call.name in ("eval", "train") and not call.arguments:
         call.state.path.evaluates = call.name == "eval"
     if call.name in _SAME_OBJECT:
         return owner
-    if isinstance(owner.constant, str) and call.name in _TEXT_METHODS and all(each.is_known for each in call.arguments):
+    if (
+        isinstance(owner.constant, str)
+        and call.name in _TEXT_METHODS
+        and all(argument.is_known for argument in call.arguments)
+    ):
         with suppress(Exception):
-            result = getattr(owner.constant, call.name)(*(each.constant for each in call.arguments))
+            result = getattr(owner.constant, call.name)(*(argument.constant for argument in call.arguments))
             return known(result, inherited_facts([owner, *call.arguments]))
     return None
 

@@ -29,7 +29,7 @@ _STATE = re.compile(r"ckpt|checkpoint|model|resume|weight|state|snapshot|pretrai
 def _iterations(job: JobTrace, loader: AbstractValue) -> list[TraceEvent]:
     return [
         event for event in job.traces[0].of("iterate")
-        if event.subject is not None and any(each is loader for each in library_call.loaders_in(event.subject))
+        if event.subject is not None and any(inner is loader for inner in library_call.loaders_in(event.subject))
     ]  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def loaders(job: JobTrace) -> Iterator[Diagnostic]:
             trains = _trains(job, loader)
             if (trains or shuffles) and not _is_divided(loader):
                 iterations = _iterations(job, loader)
-                evaluates = bool(iterations) and all(each.without_gradients for each in iterations)
+                evaluates = bool(iterations) and all(iteration.without_gradients for iteration in iterations)
                 uncertain = loader.escaped or evaluates or not _is_familiar(loader) or job.uses_accelerator
                 uncertain |= "**" in loader.keywords or (not iterations and _has_divided_twin(job, loader))
                 reason = "every rank reads all of the data, so each sample is used once per rank in every epoch"
@@ -80,7 +80,7 @@ def _has_divided_twin(job: JobTrace, loader: AbstractValue) -> bool:
     """Returns True if another loader of the same dataset has a sampler, in which case this loader may be unused."""
     data = _keyword(loader, "dataset", 0)
     others = [event.result for event in job.traces[0].of("loader") if event.result is not None]
-    return any(library_call.sampler_of(each) is not None and _keyword(each, "dataset", 0) is data for each in others)
+    return any(library_call.sampler_of(other) is not None and _keyword(other, "dataset", 0) is data for other in others)
 
 
 def _is_divided(loader: AbstractValue) -> bool:
@@ -120,18 +120,20 @@ def samplers(job: JobTrace) -> Iterator[Diagnostic]:
     for identity, event in events.items():
         sampler = event.subject
         used = [
-            each for each in loaders if (own := library_call.sampler_of(each)) and identity in map(id, own.sources(2))
+            other
+            for other in loaders
+            if (own := library_call.sampler_of(other)) and identity in map(id, own.sources(2))
         ]
         if sampler is None or not used:
             continue
         yield from _split(job, event, sampler)
         shuffle = _keyword(sampler, "shuffle", 3)
         shuffles = shuffle is None or shuffle.truth() is not False
-        iterations = [each for loader in used for each in _iterations(job, loader)]
-        training = [each for each in iterations if not each.without_gradients]
+        iterations = [iteration for loader in used for iteration in _iterations(job, loader)]
+        training = [iteration for iteration in iterations if not iteration.without_gradients]
         trains = any(_trains(job, loader) for loader in used)
         escaped = sampler.escaped or any(loader.escaped for loader in used)
-        repeated = any(len(each.loops) > 1 for each in training)
+        repeated = any(len(event.loops) > 1 for event in training)
         if shuffles and repeated and "set_epoch" not in sampler.methods_called:
             evaluates = not trains and any(_trains(job, loader) for loader in loaders)
             evaluates |= not optimizes and re.search("eval|valid|val_|test", ast.unparse(event.node)) is not None
@@ -160,14 +162,19 @@ def _split(job: JobTrace, event: TraceEvent, sampler: AbstractValue) -> Iterator
 
 def _evaluation(job: JobTrace, sampler: AbstractValue, loader: AbstractValue, shuffles: bool) -> Iterator[Diagnostic]:
     own, other = _keyword(loader, "dataset", 0), _keyword(sampler, "dataset", 0)
-    event = next(each for each in job.traces[0].of("loader") if each.result is loader)
+    event = next(other for other in job.traces[0].of("loader") if other.result is loader)
     if own is not None and other is not None and own.text != other.text and not own.alternatives + other.alternatives:
         reason = f"the sampler was created for {other.text}, so its indices do not match {own.text}"
         fix = f"create a sampler for {own.text}"
         yield found(event, "other-sampler", "a sampler for another dataset", reason, fix, job.confidence(event))
         return
     iterations = _iterations(job, loader)
-    if shuffles and iterations and all(each.without_gradients for each in iterations) and not _trains(job, loader):
+    if (
+        shuffles
+        and iterations
+        and all(iteration.without_gradients for iteration in iterations)
+        and not _trains(job, loader)
+    ):
         reason = (
             "it repeats samples so that all ranks have the same number, and the repeated ones count twice in the result"
         )
@@ -181,8 +188,8 @@ def _counts_samples(job: JobTrace, loader: AbstractValue, iterations: list[Trace
     data = _keyword(loader, "dataset", 0)
     events = job.traces[0].events
     after = events[events.index(iterations[0]) :]
-    sums = [each for each in after if each.kind == "collective" and each.name in ("all_reduce", "reduce")]
-    sizes = [each.subject.text for each in after if each.kind == "ratio" and each.subject is not None]
+    sums = [later for later in after if later.kind == "collective" and later.name in ("all_reduce", "reduce")]
+    sizes = [later.subject.text for later in after if later.kind == "ratio" and later.subject is not None]
     is_sum = bool(sums) and iterations[0].node not in sums[0].loops
     return is_sum and data is not None and f"len({data.text})" in sizes
 
@@ -224,11 +231,13 @@ def _averages(job: JobTrace) -> Iterator[Diagnostic]:
     """Reports models whose gradients are never averaged, because `no_sync` surrounds every backward pass."""
     passes = [event for trace in job.traces for event in trace.of("backward")]
     event = next(iter(passes), None)
-    if event is not None and all(each.name != "backward" for each in passes):
+    if event is not None and all(call.name != "backward" for call in passes):
         reason = "no_sync() surrounds every backward pass, so the gradients are never averaged"
         fix = "exit no_sync() before the last backward pass that precedes optimizer.step()"
-        reduces = any(each.name.startswith("all_reduce") for trace in job.traces for each in trace.of("collective"))
-        confidence = job.confidence(event, unless=reduces or any(not each.is_known for each in event.conditions))
+        reduces = any(call.name.startswith("all_reduce") for trace in job.traces for call in trace.of("collective"))
+        confidence = job.confidence(
+            event, unless=reduces or any(not condition.is_known for condition in event.conditions)
+        )
         yield found(event, "never-averaged", "backward() in no_sync()", reason, fix, confidence)
 
 
@@ -244,10 +253,10 @@ def _never_wrapped(job: JobTrace) -> Iterator[Diagnostic]:
     events = [event for trace in job.traces for event in trace.of("wrap", "collective", "message", "rpc")]
     if not job.initializes_itself or any(event.name not in ("barrier", "broadcast") for event in events):
         return
-    names = job.attributes | {each.id for each in ast.walk(job.tree) if isinstance(each, ast.Name)}
-    modules = {alias.name for each in ast.walk(job.tree) if isinstance(each, ast.Import) for alias in each.names}
-    modules |= {each.module or "." for each in ast.walk(job.tree) if isinstance(each, ast.ImportFrom)}
-    roots = {each.partition(".")[0] for each in modules}
+    names = job.attributes | {node.id for node in ast.walk(job.tree) if isinstance(node, ast.Name)}
+    modules = {alias.name for node in ast.walk(job.tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module or "." for node in ast.walk(job.tree) if isinstance(node, ast.ImportFrom)}
+    roots = {module.partition(".")[0] for module in modules}
     if not roots <= _KNOWN_LIBRARIES | sys.stdlib_module_names or any(map(_MAY_AVERAGE.search, names)):
         return  # other code may average the gradients
     loops = {
@@ -269,10 +278,10 @@ def _uses_cpu_backend(job: JobTrace) -> bool:
     backends = {event.subject.constant for event in job.of(job.traces[0], "init") if event.subject is not None}
     for node in ast.walk(job.tree):
         if isinstance(node, ast.Call) and library_call.qualified_name(node).endswith("add_argument"):
-            names = [each.value for each in node.args if isinstance(each, ast.Constant)]
-            values = [each.value for each in node.keywords if each.arg == "default"]
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            values = [keyword.value for keyword in node.keywords if keyword.arg == "default"]
             if any("backend" in str(name) for name in names):
-                backends |= {each.value for each in values if isinstance(each, ast.Constant)}
+                backends |= {value.value for value in values if isinstance(value, ast.Constant)}
     return bool(backends & {"gloo", "mpi", "tcp"})
 
 
@@ -292,10 +301,10 @@ def checkpoints(job: JobTrace) -> Iterator[Diagnostic]:
         event = first(ranks)
         if not all(ranks) or event.result is None:
             continue
-        if len({each.subject.text for events in ranks for each in events[:1] if each.subject is not None}) > 1:
+        if len({first.subject.text for events in ranks for first in events[:1] if first.subject is not None}) > 1:
             continue  # every rank loads the file that it has saved
-        is_restored = any(each.node is event.node for each in restored)
-        if not is_restored and any(each.node is event.node for each in scheduled):
+        is_restored = any(other.node is event.node for other in restored)
+        if not is_restored and any(other.node is event.node for other in scheduled):
             continue  # the state of a scheduler contains no tensors
         is_state = is_restored or (on_gpus and _STATE.search(ast.unparse(event.node)) is not None)
         on_cpus = not on_gpus and _uses_cpu_backend(job)
@@ -337,7 +346,7 @@ def devices(job: JobTrace) -> Iterator[Diagnostic]:
         elif indices == ranks and len(ranks) > job.local_size:
             reason = "ranks are numbered across all machines, so the second machine has no GPU with this number"
             local = 'use int(os.environ["LOCAL_RANK"])'
-            others = any(len(set(each)) == job.local_size and each != indices for _, each in places)
+            others = any(len(set(place)) == job.local_size and place != indices for _, place in places)
             yield found(
                 event, "rank-as-gpu", seen, reason, local, job.confidence(event, unless=not others or on_one_machine)
             )
@@ -358,7 +367,7 @@ def _indices(ranks: list[list[TraceEvent]]) -> list[object]:
     indices: list[object] = []
     for events in ranks:
         value = events[0].subject if events else None
-        if len({each.subject.text for each in events if each.subject is not None}) > 1:
+        if len({other.subject.text for other in events if other.subject is not None}) > 1:
             return []  # every rank uses several GPUs
         constant = value.constant if value is not None and value.is_known else None
         if isinstance(constant, str) and re.fullmatch(r"cuda(:\d+)?", constant):

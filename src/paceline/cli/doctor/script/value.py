@@ -62,9 +62,9 @@ class FunctionObject:
         """Binds the arguments of a call to the parameters; returns the function's initial variables."""
         signature = self.node.args
         positional = [*signature.posonlyargs, *signature.args]
-        names = [each.arg for each in [*positional, *signature.kwonlyargs]]
+        names = [parameter.arg for parameter in [*positional, *signature.kwonlyargs]]
         scope = {name: AbstractValue(name) for name in names} | self.defaults
-        scope |= dict(zip((each.arg for each in positional), arguments, strict=False))
+        scope |= dict(zip((parameter.arg for parameter in positional), arguments, strict=False))
         scope |= {name: value for name, value in keywords.items() if name in names}
         if signature.vararg is not None:
             rest = list(arguments[len(positional) :])
@@ -170,7 +170,7 @@ class AbstractValue:
         if self.is_known:
             return bool(self.constant)
         if self.alternatives:
-            truths = {each.truth() for each in self.alternatives}
+            truths = {alternative.truth() for alternative in self.alternatives}
             return truths.pop() if len(truths) == 1 else None
         if self.items is not None:
             return True if self.items else None
@@ -185,7 +185,7 @@ class AbstractValue:
     @property
     def is_computed_by_a_call(self) -> bool:
         """Whether calls return the value or its operands, so that evaluating it again may give a different result."""
-        return bool(self.called) or any(each.is_computed_by_a_call for each in self.arguments)
+        return bool(self.called) or any(argument.is_computed_by_a_call for argument in self.arguments)
 
     def is_none(self) -> bool | None:
         """Returns True if the value is None, False if it is not, and None if this is unknown."""
@@ -250,16 +250,20 @@ def either(values: Iterable[AbstractValue]) -> AbstractValue:
     """Returns the alternatives as one value, or the common value if all are equal."""
     distinct: dict[object, AbstractValue] = {}
     for value in values:
-        for each in value.each():
-            key = (type(each.constant), each.text, each.facts) if each.is_known else id(each)
-            distinct.setdefault(key, each)
+        for alternative in value.each():
+            key = (
+                (type(alternative.constant), alternative.text, alternative.facts)
+                if alternative.is_known
+                else id(alternative)
+            )
+            distinct.setdefault(key, alternative)
     choices = tuple(distinct.values())[:6]
     if len(choices) == 1:
         return choices[0]
-    text = shortened(" or ".join(sorted({each.text for each in choices})))
-    facts = frozenset().union(*(each.facts for each in choices)) - {Fact.OPAQUE}
+    text = shortened(" or ".join(sorted({choice.text for choice in choices})))
+    facts = frozenset().union(*(choice.facts for choice in choices)) - {Fact.OPAQUE}
     sizes = {Fact.WORLD_SIZE, Fact.LOCAL_SIZE, Fact.TIMES_WORLD_SIZE}
-    facts -= {fact for fact in sizes if any(fact not in each.facts for each in choices)}
+    facts -= {fact for fact in sizes if any(fact not in choice.facts for choice in choices)}
     return AbstractValue(text, facts=facts, alternatives=choices)
 
 
@@ -356,7 +360,7 @@ def arithmetic(op: ast.operator, left: AbstractValue, right: AbstractValue) -> A
 def unary(op: ast.unaryop, operand: AbstractValue) -> AbstractValue:
     """Returns the result of a unary operator."""
     if operand.alternatives:
-        return either(unary(op, each) for each in operand.alternatives)
+        return either(unary(op, alternative) for alternative in operand.alternatives)
     if isinstance(op, ast.Not) and (truth := operand.truth()) is not None:
         return known(not truth, operand.facts)
     if operand.is_known and type(op) in _OPERATORS:
@@ -382,7 +386,7 @@ def boolean(op: ast.boolop, values: list[AbstractValue]) -> AbstractValue:
         return either([*unknown, values[-1]] if decided is None else [*unknown, decided])
     if len(unknown) == 1 and len(values) == 1:
         return unknown[0]
-    return AbstractValue(shortened(" and ".join(each.text for each in unknown)), facts=facts | {Fact.OPAQUE})
+    return AbstractValue(shortened(" and ".join(value.text for value in unknown)), facts=facts | {Fact.OPAQUE})
 
 
 def compare(op: ast.cmpop, left: AbstractValue, right: AbstractValue, identity: SimulatedRank) -> AbstractValue:
