@@ -387,8 +387,6 @@ class RunningJobAnnouncer:
     warning, which is not authenticated.
 
     Args:
-        address: The rendezvous address.
-        secret: The job's secret.
         running: A function that returns the notice to send, or None while this launcher must not send a notice.
         is_here: A function that returns True if this launcher coordinates the job and a given machine is connected.
     """
@@ -410,7 +408,7 @@ class RunningJobAnnouncer:
     def close(self) -> None:
         """Stops the announcements. Idempotent."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(_DIAL_S)  # a process that accepts connections but does not respond must not delay the exit
 
     def _run(self) -> None:
         listens_there = -1  # number of the machine in the job that last responded
@@ -432,6 +430,8 @@ class RunningJobAnnouncer:
     def _call(self, running: JobRunning) -> int:
         """Returns the number of the machine in this job that listens on the address, or -1 if there is none."""
         with contextlib.closing(connect(self._address, self._secret, _DIAL_S)) as connection:
+            if self._closed.is_set():
+                return -1
             connection.sendall(encode(running))
             return _answer(connection, time.monotonic() + _ANSWER_S)
 
@@ -487,9 +487,9 @@ def join_elastic(
 
 
 def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], address: tuple[str, int]) -> Connection:
-    """Connects to the coordinator of the job, or to the rendezvous.
+    """Connects to the coordinator of the running job, or else to the rendezvous.
 
-    If the running job's coordinator has changed, or the job has ended, a JobMovedError is raised.
+    A JobMovedError is raised if the coordinator has changed or the job has ended.
     """
     rendezvous = job.rendezvous
     if rendezvous.running is None:

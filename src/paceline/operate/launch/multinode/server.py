@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import selectors
 import socket
 import struct
@@ -42,13 +41,10 @@ _FEWEST_REPEATED = 2  # a single retransmission may coincide with a late acknowl
 
 
 def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool:
-    """Returns True if the other launcher may merely be starved of CPU time.
+    """Returns True if the other launcher, silent for `silent_s` seconds, may merely be starved of CPU time.
 
-    Args:
-        connection: The connection to the other launcher. Data must be sent on it several times in each period of
-            `within_s`.
-        silent_s: The time since the launcher's last message, in seconds.
-        within_s: The time within which a reachable machine's kernel acknowledges data, in seconds.
+    A reachable machine's kernel acknowledges data within `within_s` seconds. Data must be sent on the connection
+    several times in each such period.
     """
     if silent_s >= STARVATION_LIMIT_S:
         return False
@@ -129,8 +125,6 @@ class RendezvousServer:
 
     Args:
         listener: The listener that accepts connections; ownership passes to this object.
-        secret: The job's secret.
-        controller: The controller that decides on orders.
         silence_s: The silence after which a node counts as lost, in seconds.
         bears_starvation: Whether a longer silence is tolerated while a node's machine responds.
         on_foreign_job: See `AuthenticatedListener`.
@@ -153,7 +147,8 @@ class RendezvousServer:
         self._count = 0
         self._closing_by_s: float | None = None
         self._selector = selectors.DefaultSelector()
-        self._waiting, self._waking = os.pipe()
+        self._waiting, self._waking = socket.socketpair()
+        self._waking.setblocking(False)
         self._selector.register(self._waiting, selectors.EVENT_READ)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         key = derive_key(secret, CHANNEL)
@@ -173,18 +168,18 @@ class RendezvousServer:
         """Waits up to `linger_s` seconds for the nodes to disconnect, then stops serving. Idempotent."""
         if self._closing_by_s is None:
             self._closing_by_s = time.monotonic() + linger_s
-            os.write(self._waking, b".")
+            self.wake()
             for thread in self._threads:
                 thread.join()
             self._doorkeeper.close()
             self._selector.close()
-            os.close(self._waiting)
-            os.close(self._waking)
+            self._waiting.close()
+            self._waking.close()
 
     def wake(self) -> None:
         """Causes the serving thread to call the controller's `tick` soon, after a state change on another thread."""
-        with contextlib.suppress(OSError):  # the wake-up pipe was closed in the meantime
-            os.write(self._waking, b".")
+        with contextlib.suppress(OSError):  # the server was closed, or the thread has not read earlier wake-ups yet
+            self._waking.send(b".")
 
     def _admit(self, connection: Connection, _: PeerHello) -> None:
         connection.settimeout(_SEND_S)
@@ -218,7 +213,7 @@ class RendezvousServer:
             node.close()
 
     def _welcome(self) -> None:
-        os.read(self._waiting, 4096)
+        self._waiting.recv(4096)
         while self._came:
             connection = self._came.pop(0)
             self._count += 1

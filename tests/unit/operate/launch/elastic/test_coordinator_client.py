@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,6 +12,7 @@ from launching import wait_until
 
 import paceline
 from paceline.comm.store.tcp_store import listen
+from paceline.operate.launch.elastic import coordinator_client
 from paceline.operate.launch.elastic.coordinator_client import RunningJobAnnouncer
 from paceline.operate.launch.elastic.elastic_controller import ElasticController
 from paceline.operate.launch.elastic.standby_controller import StandbyController
@@ -106,6 +108,23 @@ def test_nobody_calls_while_there_is_nothing_to_tell(serving):
     finally:
         caller.close()
     assert called.heard == []
+
+
+def test_a_process_that_does_not_respond_delays_no_exit(monkeypatch):
+    connecting, may_go_on, waited = threading.Event(), threading.Event(), list[bool]()
+
+    def connects(*_: object) -> None:
+        connecting.set()
+        waited.append(may_go_on.wait(60))
+        raise OSError
+
+    monkeypatch.setattr(coordinator_client, "connect", connects)
+    caller = RunningJobAnnouncer(("127.0.0.1", 1), SECRET, lambda: JOB, lambda _: False)
+    assert connecting.wait(60)
+    caller.close()
+    may_go_on.set()
+    wait_until(lambda: waited)
+    assert waited == [True], "close() waited for the response"
 
 
 def test_a_listener_with_another_secret_gets_no_message(serving):

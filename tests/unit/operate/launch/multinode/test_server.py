@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -99,3 +100,28 @@ def test_a_server_that_hears_nobody_suspects_its_machine():
     assert serving.explain_silence(2.13, [2.13], 2.0) == f"nothing was received from it for 2.1 s{cut_off}"
     assert serving.explain_silence(2.13, [2.13, 0.2], 2.0) == "nothing was received from it for 2.1 s"
     assert serving.explain_silence(2.13, [], 2.0) == "nothing was received from it for 2.1 s", "all are on this machine"
+
+
+def test_a_closed_server_is_woken_without_effect(tmp_path):
+    server = RendezvousServer(socket.create_server(("127.0.0.1", 0)), None, Thinker(), SILENCE_S)
+    server.close(0.0)
+    files = [(tmp_path / str(number)).open("wb") for number in range(20)]  # they take the numbers of its descriptors
+    server.wake()
+    for file in files:
+        assert os.fstat(file.fileno()).st_size == 0
+        file.close()
+
+
+def test_nobody_waits_for_a_server_that_is_woken_often(rendezvous):
+    thinker, _ = rendezvous
+    server = RendezvousServer(socket.create_server(("127.0.0.1", 0)), None, thinker, SILENCE_S)
+    client = connect_client(server.address, None, 60.0, SILENCE_S, print)
+    client.send(WorkersStopped(0, 0))
+    assert thinker.thinks.wait(60)
+    for _ in range(100_000):  # more than the kernel keeps for a reader that is busy
+        server.wake()
+    thinker.may_go_on.set()
+    client.send(WorkersFinished(7))
+    wait_until(lambda: WorkersFinished(7) in thinker.reports)
+    client.close()
+    server.close()
