@@ -265,7 +265,6 @@ _inheriting = threading.Lock()
 
 
 def _inherit_from_torch() -> None:
-    """Adds torch's errors to the bases of Paceline's errors."""
     global _inherits_from_torch
     with _inheriting:
         core = getattr(sys.modules["torch"], "_C", None)

@@ -41,12 +41,7 @@ def is_out_of_descriptors(error: BaseException | None) -> bool:
 
 
 def out_of_descriptors_error(who: str, what: str) -> OutOfDescriptorsError:
-    """Returns the error for a rank or process that has run out of file descriptors.
-
-    Args:
-        who: the name of the rank or process.
-        what: the purpose of the descriptors.
-    """
+    """Returns the error for the rank or process `who`, which has no file descriptors left for the purpose `what`."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return OutOfDescriptorsError(
         f"{who}: out of file descriptors ({limit} of {limit}), needed for {what}. Raise the limit (ulimit -n, or "
@@ -98,11 +93,7 @@ def interrupts_raised() -> Iterator[None]:
 
 
 def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
-    """Returns the descriptor of a new, empty file in memory.
-
-    Raises:
-        OSError: there is no free descriptor, or not enough memory.
-    """
+    """Returns the descriptor of a new, empty file in memory."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, flags)
     return _checked(_libc.memfd_create(name.encode(), flags), "memfd_create")
@@ -120,9 +111,7 @@ def has_children() -> bool:
 def pidfd_open(pid: int) -> int:
     """Returns a descriptor for a process. The descriptor becomes readable when the process exits.
 
-    Raises:
-        ProcessLookupError: there is no such process.
-        OSError: the kernel does not support process descriptors (before 5.3), or a sandbox forbids them.
+    Before Linux 5.3, and in a sandbox that forbids process descriptors, an OSError is raised.
     """
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
@@ -130,11 +119,7 @@ def pidfd_open(pid: int) -> int:
 
 
 def pidfd_send_signal(pidfd: int, number: int) -> None:
-    """Sends a signal to the process that a descriptor refers to.
-
-    Raises:
-        OSError: the process has exited, or belongs to another user.
-    """
+    """Sends a signal to the process that a descriptor refers to, or raises an OSError if the process has exited."""
     if hasattr(signal, "pidfd_send_signal"):
         signal.pidfd_send_signal(pidfd, number)
     else:
@@ -142,14 +127,9 @@ def pidfd_send_signal(pidfd: int, number: int) -> None:
 
 
 def pidfd_getfd(pidfd: int, descriptor: int) -> int:
-    """Duplicates a descriptor of another process into this process; returns the duplicate.
+    """Duplicates the descriptor with the given number in another process into this process; returns the duplicate.
 
-    Args:
-        pidfd: a descriptor for the other process.
-        descriptor: the number of the descriptor in the other process.
-
-    Raises:
-        OSError: the kernel does not permit this process to access the other process.
+    If the kernel does not permit this process to access the other one, an OSError is raised.
     """
     return _call(_PIDFD_GETFD, "pidfd_getfd", pidfd, descriptor, 0)
 
@@ -172,8 +152,7 @@ def _checked(result: int, name: str) -> int:
 def process_fields(pid: int | str, root: str = "/proc") -> list[str]:
     """Returns the fields of /proc/PID/stat that follow the program's name; the first is the state (see proc(5)).
 
-    Raises:
-        OSError: there is no such process.
+    If there is no such process, an OSError is raised.
     """
     with open(f"{root}/{pid}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()

@@ -131,7 +131,6 @@ def dial(
         reach_s: a shorter timeout for connecting, in seconds.
 
     Raises:
-        OSError: the machine cannot be reached, or no process is listening at the address.
         HandshakeUnfinishedError: the process listening on the port closed the connection; another attempt may succeed.
     """
     deadline = time.monotonic() + timeout_s
@@ -151,12 +150,7 @@ def dial(
 
 
 def dial_with_secret(address: tuple[str, int], timeout_s: float, secret: bytes | None) -> socket.socket:
-    """Connects like `dial`, but only if a connection to that address is permitted with this secret.
-
-    Raises:
-        OSError, HandshakeUnfinishedError: see `dial`.
-        ValueError: the address is not loopback and there is no secret.
-    """
+    """Connects like `dial`; raises a ValueError if the address is not loopback and there is no secret."""
     connection = dial(address, timeout_s)
     try:
         require_secret(connection.getpeername()[0], secret)

@@ -370,14 +370,8 @@ def random_name() -> str:
 def listen_at_number(address: str, number: int, port: int) -> NumberedListener:
     """Requests a number from this machine's multiplexer; in a job without a launcher, starts one if necessary.
 
-    Args:
-        address: the address of this machine at which other machines reach the listener.
-        number: the number, or 0 for any.
-        port: the machine's port.
-
-    Raises:
-        OSError: the address does not belong to this machine, another program uses the port, or another listener holds
-            the number.
+    Other machines reach the listener at `address`, which must belong to this machine. The number 0 means any. If
+    another program uses the port, or another listener holds the number, an OSError is raised.
     """
     until_s = time.monotonic() + _PATIENCE_S
     name = os.environ.get(GATE_VARIABLE) or _name_in_job(port)

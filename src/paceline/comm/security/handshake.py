@@ -153,7 +153,8 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
     if answer == WITHOUT_HEADER:
         raise _missing_header(connection)
     if not hmac.compare_digest(proof, _digest(key, b"S", first, nonce)):
-        _refuse(connection, deadline)
+        with contextlib.suppress(HandshakeUnfinishedError):
+            _send(connection, _REFUSAL, deadline)  # the accepting side can then report the reason
         raise AuthenticationError(
             f"the process at {_name_of(connection)} does not hold this job's secret (channel {hello.channel!r}); "
             "all ranks need the same PACELINE_SECRET, and the address must be this job's"
@@ -162,11 +163,7 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
 
 
 def connect_with_secret(plain: socket.socket, secret: bytes | None, channel: str) -> Connection:
-    """Runs both handshakes of the connecting side on a new connection, which is closed if one of them fails.
-
-    Raises:
-        AuthenticationError, HandshakeUnfinishedError, ValueError: see `encrypt_as_client` and `prove`.
-    """
+    """Runs both handshakes of the connecting side on a new connection, which is closed if one of them fails."""
     try:
         connection = encrypt_as_client(plain, secret, TIMEOUT_S)
         prove(connection, derive_key(secret, channel), PeerHello(channel))
@@ -268,12 +265,6 @@ def _left(connection: Connection, deadline: float) -> float:
     return left
 
 
-def _refuse(connection: Connection, deadline: float) -> None:
-    """Informs the accepting side that its proof is wrong, so that it can report the reason."""
-    with contextlib.suppress(HandshakeUnfinishedError):
-        _send(connection, _REFUSAL, deadline)
-
-
 def _send(connection: Connection, data: bytes, deadline: float) -> None:
     try:
         connection.settimeout(_left(connection, deadline))
@@ -286,29 +277,26 @@ def _receive(connection: Connection, nbytes: int, deadline: float, expected: byt
     """Receives `nbytes` bytes and checks that they begin with `expected`, even if the connection closes early."""
     data = b""
     while len(data) < nbytes:
+        lost: OSError | None = None
         try:
             connection.settimeout(_left(connection, deadline))
             more = connection.recv(nbytes - len(data))
-        except ConnectionError as error:
-            _require_prefix(connection, data, expected)
-            raise _interrupted_handshake(connection, error) from error
         except OSError as error:
-            raise _interrupted_handshake(connection, error) from error
+            more, lost = b"", error
         if not more:
-            _require_prefix(connection, data, expected)
+            is_closed = lost is None or isinstance(lost, ConnectionError)
+            if is_closed and expected and data[: len(expected)] != expected[: len(data)]:
+                raise AuthenticationError(
+                    f"{_name_of(connection)} uses a protocol other than Paceline's, and closed the connection"
+                ) from lost
+            if lost is not None:
+                raise _interrupted_handshake(connection, lost) from lost
             raise PeerGoneError(
                 f"{_name_of(connection)} closed the connection during the handshake: its process has ended, or is not "
                 "a Paceline process"
             )
         data += more
     return data
-
-
-def _require_prefix(connection: Connection, data: bytes, expected: bytes) -> None:
-    if expected and data[: len(expected)] != expected[: len(data)]:
-        raise AuthenticationError(
-            f"{_name_of(connection)} uses a protocol other than Paceline's, and closed the connection"
-        )
 
 
 def _interrupted_handshake(connection: Connection, error: OSError) -> HandshakeUnfinishedError:

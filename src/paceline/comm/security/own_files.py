@@ -29,11 +29,8 @@ def open_own(path: str, access: int = os.O_RDWR) -> int:
     """Opens this user's private file, or creates it with mode 600; the caller must close the returned descriptor.
 
     If the file is empty, belongs to this user and grants others at most read access (as after `touch`), its mode is set
-    to 600. The last part of the path must not be a link. `access` contains the access mode and any additional flags.
-
-    Raises:
-        SharedFileError: the file is a link, is not a regular file, has another owner or several hard links, or is
-            accessible to others.
+    to 600. A SharedFileError is raised if the file is a link, is not a regular file, has another owner or several hard
+    links, or is accessible to others. `access` contains the access mode and any additional flags.
     """
     while True:
         with contextlib.suppress(FileExistsError):

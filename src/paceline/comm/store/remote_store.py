@@ -32,21 +32,13 @@ class StoreServerLostError(StoreConnectionError):
 class RemoteStore(Store):
     """Client of a store that another thread or process serves.
 
-    A thread that waits for a key occupies a connection, and other threads open additional ones. The client never
-    reopens a connection that the server has closed.
-
-    Args:
-        open_connection: a function that opens an authenticated connection. It takes a function without arguments, and
-            retries as long as that function returns True.
-        name: the store's name in error messages.
-        timeout: the timeout for blocking calls, in seconds or as a timedelta.
+    A thread that waits for a key occupies a connection, and other threads open additional ones with `open_connection`,
+    which retries as long as the function that it is given returns True. The client never reopens a connection that the
+    server has closed.
     """
 
     def __init__(
-        self,
-        open_connection: Callable[[Callable[[], bool]], Connection],
-        name: str,
-        timeout: Timeout = DEFAULT_TIMEOUT,
+        self, open_connection: Callable[[Callable[[], bool]], Connection], name: str, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> None:
         super().__init__(timeout)
         self._name = name
@@ -128,8 +120,6 @@ def connect(
     Args:
         dial: a function that connects a socket within the given number of seconds.
         place: the server's address, for error messages.
-        secret: the job's secret, or None.
-        timeout: the timeout for all attempts, in seconds or as a timedelta.
         is_wanted: a function that returns False once this process has closed the store.
 
     Raises:

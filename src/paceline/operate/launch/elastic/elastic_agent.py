@@ -408,12 +408,8 @@ def describe_slots(first: int, count: int, slots: int) -> str:
 
 
 class WorkerExits:
-    """Tracks and reports the exits of this machine's workers.
-
-    Args:
-        reads: Whether to read the recordings of workers that have exited.
-        word: The noun for a worker's number in messages, such as "slot".
-        say: A function that prints a line for the user.
+    """Tracks and reports the exits of this machine's workers. `reads` allows it to read the recordings of exited
+    workers.
     """
 
     def __init__(self, reads: bool, word: str, say: Callable[[str], None]) -> None:

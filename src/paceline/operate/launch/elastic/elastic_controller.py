@@ -338,7 +338,6 @@ class ElasticController:
         return True
 
     def _print_foreign_hosts(self) -> Orders:
-        """Returns a warning for each new host that has reported a job with another secret."""
         if not self._machines.here:  # no launcher has connected that could print the warning
             return []
         new, self._printed_hosts = self._foreign_hosts[self._printed_hosts :], len(self._foreign_hosts)

@@ -41,6 +41,13 @@ from paceline.train.elastic.protocol import (
 )
 
 _TRANSFERS_KEPT = 4  # number of transfers to keep; a sender serves fewer at a time
+_SUPERSEDED: dict[type[FromWorker], tuple[type[FromWorker], ...]] = {  # earlier messages, by the later one
+    ViewInstalled: (ViewInstalled, ViewFailed, CaughtUp),
+    CaughtUp: (CaughtUp,),
+    ViewFailed: (ViewFailed,),
+    LeaveNotice: (LeaveNotice,),
+    LoopFinished: (LoopFinished, ViewFailed),
+}
 
 
 @dataclass
@@ -55,26 +62,13 @@ class ReplayableMessages:
 
     def heard(self, message: FromWorker) -> None:
         """Adds the worker's next message, and removes earlier messages that it supersedes."""
-        match message:
-            case WorkerReady():
-                self.messages = [entry for entry in self.messages if isinstance(entry, LeaveNotice)]
-            case ViewInstalled():
-                self._forget(ViewInstalled, ViewFailed, CaughtUp)
-            case CaughtUp():
-                self._forget(CaughtUp)
-            case TransferReady():
-                given = [entry for entry in self.messages if isinstance(entry, TransferReady)]
-                self.messages = [entry for entry in self.messages if entry not in given[: 1 - _TRANSFERS_KEPT]]
-            case ViewFailed():
-                self._forget(ViewFailed)
-            case LeaveNotice():
-                self._forget(LeaveNotice)
-            case LoopFinished():
-                self._forget(LoopFinished, ViewFailed)
-        self.messages.append(message)
-
-    def _forget(self, *kinds: type[FromWorker]) -> None:
-        self.messages = [message for message in self.messages if not isinstance(message, kinds)]
+        if isinstance(message, WorkerReady):
+            self.messages = [entry for entry in self.messages if isinstance(entry, LeaveNotice)]
+        elif isinstance(message, TransferReady):
+            given = [entry for entry in self.messages if isinstance(entry, TransferReady)]
+            self.messages = [entry for entry in self.messages if entry not in given[: 1 - _TRANSFERS_KEPT]]
+        superseded = _SUPERSEDED.get(type(message), ())
+        self.messages = [*(entry for entry in self.messages if not isinstance(entry, superseded)), message]
 
 
 _REMEMBERED = 256  # maximum number of exited workers to remember

@@ -31,12 +31,7 @@ from paceline.operate.launch.workers.environment import free_port
 from paceline.operate.launch.workers.forker import Forker
 from paceline.operate.launch.workers.job_control import Keyboard
 from paceline.operate.launch.workers.output import Logs
-from paceline.operate.launch.workers.start_workers import (
-    MachineResources,
-    WorkerContext,
-    modules_to_fork,
-    prepare,
-)
+from paceline.operate.launch.workers.start_workers import MachineResources, WorkerContext, modules_to_fork, prepare
 from paceline.operate.launch.workers.worker import OutputForwarder, WorkerProcess, allow_descriptors
 from paceline.operate.launch.workers.worker_group import WorkerSpec
 from paceline.train.elastic import protocol
@@ -59,14 +54,6 @@ class WorkerChannel:
         self._unsent: deque[bytes] = deque()
         self._is_open = True
         selector.register(connection, selectors.EVENT_READ, self._on_ready)
-
-    @classmethod
-    def pair(
-        cls, selector: selectors.BaseSelector, on_datagram: Callable[[bytes], None]
-    ) -> tuple[WorkerChannel, socket.socket]:
-        """Returns a channel and the worker's end of its socket pair."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return cls(ours, selector, on_datagram), theirs
 
     def send(self, datagram: bytes) -> None:
         """Sends a datagram, or queues it until the worker reads. Drops the datagram if the worker has exited."""
@@ -151,12 +138,8 @@ def is_stopped(pid: int) -> bool:
 class WorkerResources:
     """Resources shared by the workers: the secret, the forker, and the store if this launcher serves it.
 
-    With several machines, the launcher that hosts the rendezvous also serves the store. Workers cannot serve the store,
-    because any of them may die.
-
-    Attributes:
-        secret: The secret shared by all workers in the job, or None.
-        port: The port of the store that this launcher serves to other machines; 0 if there is none.
+    With several machines, the launcher that hosts the rendezvous also serves the store, on `port` (otherwise 0).
+    Workers cannot serve the store, because any of them may die.
     """
 
     def __init__(self, job: Job, connection: NodeConnection, secret: bytes | None, cleanup: Cleanup) -> None:
@@ -273,12 +256,7 @@ class WorkerPool:
     """Starts workers and monitors them until they exit.
 
     Args:
-        job: The job's description.
-        start: The ranks for this machine's slots.
         machine: The number of this machine, used as a prefix of worker names.
-        context: The context shared by all workers.
-        forker: The forker that starts worker processes.
-        selector: The launcher's event loop.
         marks: A function that takes a worker's name and returns the environment variables that mark all of the worker's
             processes.
         on_start: A function called with each worker whose process has started.
@@ -321,7 +299,8 @@ class WorkerPool:
         start = msgspec.structs.replace(self._start, generation=attempt + 1, restart_count=attempt)
         prepared = prepare(self._job, start, slot, self._context)
         prepared.variables.update({NAME: uid, **self._marks(uid)})
-        channel, theirs = WorkerChannel.pair(self._selector, lambda datagram: self._heard(member, datagram))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel = WorkerChannel(ours, self._selector, lambda datagram: self._heard(member, datagram))
         member = PoolWorker(uid, slot, number, channel, time.monotonic(), is_replacement=attempt > 0)
         self.members[slot] = member
         try:
@@ -338,11 +317,11 @@ class WorkerPool:
     def pids(self) -> list[int]:
         """Returns the process ids of workers that are not known to have exited."""
         self._forker.read()  # updates the pids of workers that have just been forked
-        return [member.worker.pid for member in self.members.values() if member.worker is not None and member.runs]
+        return [worker.pid for worker in self._running()]
 
     def interactive(self) -> WorkerProcess | None:
         """Returns the worker that is waiting for typed input (in `paceline.breakpoint` or a terminal read), or None."""
-        running = [member.worker for member in self.members.values() if member.worker is not None and member.runs]
+        running = self._running()
         debugged = [worker for worker in running if os.path.exists(worker.debugger_file)]
         reading = [worker for worker in running if worker.reads and self._context.keyboard.is_read_by(worker.pid)]
         return next(iter([*debugged, *reading]), None)
@@ -409,6 +388,9 @@ class WorkerPool:
                     member.worker.collect()
             self._forget(member)
         self._context.keyboard.restore()
+
+    def _running(self) -> list[WorkerProcess]:
+        return [member.worker for member in self.members.values() if member.worker is not None and member.runs]
 
     def _started(self, member: PoolWorker, prepared: WorkerSpec, pid: int) -> None:
         try:

@@ -58,11 +58,9 @@ class WorkerHistory:
 
 
 def exit_cause_of(life: WorkerHistory, exit_code: int, has_record: bool, is_out_of_memory: bool) -> ExitCause:
-    """Returns the cause of a worker's exit; the exit code is negative if a signal terminated the worker.
+    """Returns the cause of a worker's exit.
 
-    Args:
-        has_record: Whether the worker recorded an exception other than KeyboardInterrupt.
-        is_out_of_memory: Whether the kernel's out-of-memory killer killed the worker.
+    `exit_code` is negative if a signal terminated the worker. `has_record` does not include a KeyboardInterrupt.
     """
     if life.dismissed:
         return ExitCause.REFUSED

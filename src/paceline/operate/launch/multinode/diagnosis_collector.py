@@ -68,7 +68,6 @@ class ControllerMiddleware:
         return [node for node, serves in self._serves.items() if serves]
 
     def _others(self) -> list[str]:
-        """Returns the nodes that do not host the rendezvous."""
         return [node for node, serves in self._serves.items() if not serves]
 
     def _forget(self, node: str) -> None:
@@ -237,7 +236,6 @@ class DiagnosisCollector(ControllerMiddleware):
     def _round(
         self, node: str, order: RequestSnapshot, deadline_s: float, last_s: float
     ) -> tuple[SnapshotCollection, Orders]:
-        """Starts a collection after a node's snapshot; returns the collection, and requests to all other nodes."""
         others = set(self._serves) - {node}
         return SnapshotCollection(others, deadline_s, last_s), [(other, order) for other in sorted(others)]
 

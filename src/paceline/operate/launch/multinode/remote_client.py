@@ -40,10 +40,9 @@ _RESETS = struct.pack("ii", 1, 0)  # SO_LINGER value that makes close() reset th
 
 
 class ServerConnection:
-    """A connection to the rendezvous server.
+    """A connection to the rendezvous server, to which the ownership of `connection` passes.
 
     Args:
-        connection: The socket; ownership passes to this object.
         silence_s: The time in seconds after which a silent connection counts as lost.
         on_order: A function called with each order, on a separate thread.
         on_lost: A function called once with the reason for the loss, on a separate thread.
@@ -138,7 +137,8 @@ class ServerConnection:
 
     def _hear(self, message: Message) -> None:
         if isinstance(message, TellTime):
-            self._hear_time(message)
+            with self._measuring:
+                self._offset.add(message.asked_ns, message.told_ns, self._clock_ns())
         elif isinstance(message, Order):
             self._may_ask = self._may_ask or isinstance(message, _WELCOMES)
             self._on_order(message)
@@ -146,10 +146,6 @@ class ServerConnection:
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
             self.send(AskTime(self._clock_ns()) if self._may_ask else Heartbeat())
-
-    def _hear_time(self, answer: TellTime) -> None:
-        with self._measuring:
-            self._offset.add(answer.asked_ns, answer.told_ns, self._clock_ns())
 
     def _lost(self, how: ConnectionLoss, why: str) -> None:
         if not self._closed.is_set():
