@@ -111,7 +111,7 @@ def has_children() -> bool:
 def pidfd_open(pid: int) -> int:
     """Returns a descriptor for a process. The descriptor becomes readable when the process exits.
 
-    Before Linux 5.3, and in a sandbox that forbids process descriptors, an OSError is raised.
+    Raises an OSError before Linux 5.3, and in a sandbox that forbids process descriptors.
     """
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
@@ -129,7 +129,7 @@ def pidfd_send_signal(pidfd: int, number: int) -> None:
 def pidfd_getfd(pidfd: int, descriptor: int) -> int:
     """Duplicates the descriptor with the given number in another process into this process; returns the duplicate.
 
-    If the kernel does not permit this process to access the other one, an OSError is raised.
+    Raises an OSError if the kernel does not permit this process to access the other one.
     """
     return _call(_PIDFD_GETFD, "pidfd_getfd", pidfd, descriptor, 0)
 
@@ -152,7 +152,7 @@ def _checked(result: int, name: str) -> int:
 def process_fields(pid: int | str, root: str = "/proc") -> list[str]:
     """Returns the fields of /proc/PID/stat that follow the program's name; the first is the state (see proc(5)).
 
-    If there is no such process, an OSError is raised.
+    Raises an OSError if there is no such process.
     """
     with open(f"{root}/{pid}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()

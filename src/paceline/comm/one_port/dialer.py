@@ -42,7 +42,7 @@ def resolver_name(host: str) -> bytes | str:
 def source_address(target: str) -> str:
     """Returns the local address from which packets to `target`, a host name or an address, are sent.
 
-    If there is no route to `target`, an OSError is raised.
+    Raises an OSError if there is no route to `target`.
     """
     for family, _, _, _, address in socket.getaddrinfo(resolver_name(target), _DISCARD_PORT, type=socket.SOCK_DGRAM):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ HEADER_BYTES = _HEADER.size
 def chosen_port(environment: Mapping[str, str] = os.environ) -> int | None:
     """Returns the machine's port, or None if each listener has its own port.
 
-    If PACELINE_PORT does not contain a port, a ValueError is raised.
+    Raises a ValueError if PACELINE_PORT does not contain a port.
     """
     text = environment.get(PORT_VARIABLE)
     if not text:
@@ -77,7 +77,7 @@ def chosen_port(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def choose_port(port: int) -> None:
-    """Sets the port for this process and its children. A different port in the environment raises a ValueError."""
+    """Sets the port for this process and its children; raises a ValueError if the environment contains another one."""
     if not 1 <= port <= _LARGEST:
         raise ValueError(f"the port is {port}; it must be from 1 to {_LARGEST}")
     given = chosen_port()
@@ -89,7 +89,7 @@ def choose_port(port: int) -> None:
 def is_reachable_from_outside(host: str) -> bool:
     """Returns True if a host name or an address is reachable from other machines (not a loopback address).
 
-    A name that cannot be resolved raises an OSError.
+    Raises an OSError if the name cannot be resolved.
     """
     return not is_loopback(str(socket.getaddrinfo(resolver_name(host), None, type=socket.SOCK_STREAM)[0][4][0]))
 
@@ -166,8 +166,7 @@ def dial_with_secret(address: tuple[str, int], timeout_s: float, secret: bytes |
 def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
     """Returns the hosts that did not answer on the single port in time; a refused connection counts as an answer.
 
-    The hosts, given by their addresses, are tried concurrently from the local address `source`, for `reach_s` seconds
-    in all.
+    All hosts are tried concurrently from the local address `source`, within `reach_s` seconds in total.
     """
     port = chosen_port()
     assert port is not None

@@ -70,7 +70,7 @@ class NumberTable(Generic[Holder]):
     def take(self, wanted: int, holder: Holder) -> int:
         """Assigns the requested number to a listener, or a free one if `wanted` is 0; returns the number.
 
-        If another listener holds the number, or no number is free, an OSError is raised.
+        Raises an OSError if another listener holds the number, or if no number is free.
         """
         if wanted == 0:
             wanted = self._free()
@@ -112,7 +112,7 @@ class PortMultiplexer:
     It listens on the addresses for which numbers were requested. At most `MAX_PENDING_CLIENTS` connections may have an
     incomplete header. Beyond this limit, the oldest one from the user or host with the most such connections is closed,
     so that silent peers cannot block others. The same user's processes request numbers on the abstract Unix socket
-    `name`; if another multiplexer uses that name, an OSError is raised.
+    `name`. An OSError is raised if another multiplexer uses that name.
     """
 
     def __init__(self, port: int, name: str) -> None:
@@ -300,7 +300,7 @@ class PortMultiplexer:
 
 
 def _accepted(listener: socket.socket) -> tuple[socket.socket, Any] | None:
-    """Accepts a connection. After an error, returns None; if descriptors have run out, only after a pause."""
+    """Accepts a connection, or returns None after an error. Pauses first if the process is out of descriptors."""
     try:
         return listener.accept()
     except OSError as error:
@@ -337,7 +337,7 @@ class NumberedListener:
     def accept(self) -> tuple[socket.socket, tuple[str, int]]:
         """Waits for a connection and returns it with its peer's address. Reset connections are skipped.
 
-        If the multiplexer has exited, `shutdown` was called, or no descriptor is free, an OSError is raised.
+        Raises an OSError if the multiplexer has exited, if `shutdown` was called, or if no descriptor is free.
         """
         while True:
             connection = self._received()
@@ -363,15 +363,15 @@ class NumberedListener:
 
 
 def random_name() -> str:
-    """Returns a name for a multiplexer's Unix socket that other processes cannot guess."""
+    """Returns an unguessable name for a multiplexer's Unix socket."""
     return f"paceline-gate-{secrets.token_hex(12)}"
 
 
 def listen_at_number(address: str, number: int, port: int) -> NumberedListener:
     """Requests a number from this machine's multiplexer; in a job without a launcher, starts one if necessary.
 
-    Other machines reach the listener at `address`, which must belong to this machine. The number 0 means any. If
-    another program uses the port, or another listener holds the number, an OSError is raised.
+    Other machines reach the listener at `address`, which must belong to this machine. If `number` is 0, any free number
+    is assigned. Raises an OSError if another program uses the port, or if another listener holds the number.
     """
     until_s = time.monotonic() + _PATIENCE_S
     name = os.environ.get(GATE_VARIABLE) or _name_in_job(port)

@@ -83,7 +83,7 @@ def check_not_importing(worker: str) -> None:
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     """Opens the launcher's store, rank 0's store at MASTER_ADDR:MASTER_PORT, or the store for a scheduler's ranks.
 
-    A variable that is missing or malformed raises a ValueError.
+    Raises a ValueError if a variable is missing or malformed.
     """
     served = os.environ.get(STORE)
     if served is not None:
@@ -104,7 +104,7 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 def open_store_at(served: str, timeout: timedelta) -> Store:
     """Opens a store served by a launcher on this machine or, in an elastic job, on another machine.
 
-    `served` has the format of PACELINE_STORE; a malformed address raises a ValueError.
+    `served` has the format of PACELINE_STORE. Raises a ValueError if it is malformed.
     """
     kind, _, place = served.partition(":")
     host, _, port = place.rpartition(":")

@@ -39,7 +39,7 @@ def scheduler_of_process() -> Scheduler | None:
 def open_scheduler_store(scheduler: Scheduler, world_size: int, timeout: timedelta) -> Store:
     """Opens the store for the rendezvous of ranks that a scheduler started.
 
-    If the scheduler's variables do not contain rank 0's address, a ValueError is raised.
+    Raises a ValueError if the scheduler's variables do not contain rank 0's address.
     """
     if scheduler.is_one_machine:
         name = quote(scheduler.job or _starter(), safe="")
@@ -96,7 +96,10 @@ def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: 
 
 
 def open_torchrun_store(port: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store for the ranks that torchrun started, which must be on this machine (otherwise a ValueError)."""
+    """Opens the store for the ranks that torchrun started on this machine.
+
+    Raises a ValueError if torchrun also started ranks on other machines.
+    """
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         raise ValueError(
             "torchrun holds MASTER_PORT for its own store, so it cannot be used for a rendezvous across machines; pass "
@@ -111,7 +114,7 @@ def open_torchrun_store(port: int, world_size: int, timeout: timedelta) -> Store
 def rank_and_world_size_in_url(url: str, rank: int, world_size: int) -> tuple[int, int]:
     """Returns the rank and the world size. If an argument is -1, its value is read from the URL.
 
-    If the URL does not contain it, or if it is not an integer, a ValueError is raised.
+    Raises a ValueError if the URL lacks such a value, or if the value is not a whole number.
     """
     split = urlsplit(url)
     query = parse_qs(split.query)
@@ -135,7 +138,7 @@ def _whole(value: str, name: str, split: SplitResult) -> int:
 
 
 def open_store_at_url(url: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store at a tcp:// or file:// address; an incomplete address raises a ValueError."""
+    """Opens the store at a tcp:// or file:// address; raises a ValueError if the address is incomplete."""
     split = urlsplit(url)
     if split.scheme == "file":
         if split.netloc or not split.path:

@@ -133,8 +133,9 @@ class AuthenticatedListener:
                 crowded_out = self._handshakes.add(connection)
                 if crowded_out is not None:
                     _end(crowded_out)
+            host = str(address[0]) if isinstance(address, tuple) else ""  # empty for a Unix socket
             try:
-                threading.Thread(target=self._check, args=(connection, _host(address)), daemon=True).start()
+                threading.Thread(target=self._check, args=(connection, host), daemon=True).start()
             except RuntimeError:  # the system cannot start another thread
                 self._leave(connection)
                 connection.close()
@@ -182,7 +183,3 @@ def _disable_nagle(connection: socket.socket) -> None:
 def _end(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)  # the thread of this connection closes it
-
-
-def _host(address: object) -> str:
-    return str(address[0]) if isinstance(address, tuple) else ""

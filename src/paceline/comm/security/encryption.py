@@ -45,7 +45,7 @@ class EncryptedSocket:
     def handshake(self, timeout_s: float) -> str:
         """Performs the TLS handshake; returns the reason for a failure, or an empty string on success.
 
-        A handshake that does not complete within `timeout_s` seconds raises an OSError.
+        Raises an OSError if the handshake does not complete within `timeout_s` seconds.
         """
         return self._core.handshake(timeout_s)
 
@@ -54,13 +54,13 @@ class EncryptedSocket:
         self._timeout_s = timeout_s
 
     def sendall(self, data: bytes | memoryview) -> None:
-        """Sends `data`. A timeout and a broken connection raise an OSError."""
+        """Sends `data`. Raises an OSError after a timeout, or if the connection is broken."""
         self._core.send(bytes(data), self._limit_s())
 
     def recv(self, nbytes: int) -> bytes:
         """Receives at most 16 KiB of data; returns no bytes if the peer has closed the connection.
 
-        A timeout and a broken connection raise an OSError.
+        Raises an OSError after a timeout, or if the connection is broken.
         """
         return self._core.receive(nbytes, self._limit_s())
 
@@ -91,7 +91,7 @@ Connection = socket.socket | EncryptedSocket
 
 @lru_cache(maxsize=4)
 def identity_of(secret: bytes | None) -> _core.TlsIdentity:
-    """Returns the certificate derived from a job's secret. Without a suitable OpenSSL, a ValueError is raised."""
+    """Returns the certificate derived from a job's secret. Raises a ValueError if no suitable OpenSSL is installed."""
     try:
         return _core.TlsIdentity(derive_key(secret, "tls certificate"))
     except RuntimeError as error:

@@ -176,7 +176,7 @@ def connect_with_secret(plain: socket.socket, secret: bytes | None, channel: str
 def warn_of_running_job(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> None:
     """Reports to the process at the other end, which has another secret, that this process's job is running.
 
-    The connection must not be encrypted yet. If the report cannot be sent, a HandshakeUnfinishedError is raised.
+    The connection must not be encrypted yet. Raises a HandshakeUnfinishedError if the report cannot be sent.
     """
     hello = _HELLO.pack(_MAGIC, _RUNNING.encode(), 0, 0, 0, os.urandom(_NONCE_BYTES))
     _send(connection, hello, time.monotonic() + timeout_s)

@@ -29,8 +29,8 @@ def open_own(path: str, access: int = os.O_RDWR) -> int:
     """Opens this user's private file, or creates it with mode 600; the caller must close the returned descriptor.
 
     If the file is empty, belongs to this user and grants others at most read access (as after `touch`), its mode is set
-    to 600. A SharedFileError is raised if the file is a link, is not a regular file, has another owner or several hard
-    links, or is accessible to others. `access` contains the access mode and any additional flags.
+    to 600. `access` contains the access mode and any additional flags. Raises a SharedFileError if the file is a link,
+    is not a regular file, has another owner or several hard links, or is accessible to others.
     """
     while True:
         with contextlib.suppress(FileExistsError):
@@ -82,7 +82,7 @@ def write_own(path: str, content: bytes) -> None:
 def append_to(path: str) -> int:
     """Opens or creates a file for appending, without following links; the caller must close the returned descriptor.
 
-    A link, and anything else that is not a regular file, raises an OSError.
+    Raises an OSError if there is a link or anything else that is not a regular file.
     """
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _OPENING, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -149,7 +149,7 @@ def _usual(path: str) -> os.stat_result | None:
 def own_directory() -> str:
     """Returns this user's private directory for files, and creates it if necessary.
 
-    If other users have access to it, a RendezvousError is raised.
+    Raises a RendezvousError if other users have access to the directory.
     """
     path = os.path.join(tempfile.gettempdir(), f"paceline-{os.getuid()}")
     os.makedirs(path, mode=0o700, exist_ok=True)

@@ -38,7 +38,7 @@ LEVELS = ("auth", "encrypt", "none")
 
 
 def chosen_level() -> str | None:
-    """Returns the level in PACELINE_SECURITY, or None if it is not set; any other value raises a ValueError."""
+    """Returns the level in PACELINE_SECURITY, or None if it is not set; raises a ValueError if it is not a level."""
     level = os.environ.get(LEVEL_VARIABLE) or None
     if level is not None and level not in LEVELS:
         raise ValueError(f"{LEVEL_VARIABLE} is {level!r}; it must be one of {', '.join(LEVELS)}")
@@ -46,7 +46,7 @@ def chosen_level() -> str | None:
 
 
 def choose_level(level: str) -> None:
-    """Sets the level for this process and its children. A different level in the environment raises a ValueError."""
+    """Sets the level for this process and its children; raises a ValueError if the environment contains another one."""
     if level not in LEVELS:
         raise ValueError(f"the security level is {level!r}; it must be one of {', '.join(LEVELS)}")
     given = chosen_level()
@@ -123,7 +123,7 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
 
     @classmethod
     def parse(cls, text: str) -> SecretFile:
-        """Parses the value of PACELINE_SECRET_FD, as written by `str`; a malformed value raises a ValueError."""
+        """Parses the value of PACELINE_SECRET_FD, as written by `str`; raises a ValueError if it is malformed."""
         try:
             fd, inode, maker = map(int, text.split(":"))
         except ValueError:
@@ -136,10 +136,6 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
     def __str__(self) -> str:
         return f"{self.fd}:{self.inode}:{self.maker}"
 
-    def read_own(self) -> bytes | None:
-        """Returns the secret if the descriptor is still open in this process, and None if not."""
-        return self._read(self.fd)
-
     def read_makers(self) -> bytes:
         """Reads the secret from the process that created the file; raises a ValueError if it has closed the file."""
         path = f"/proc/{self.maker}/fd/{self.fd}"
@@ -150,7 +146,7 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
             seen = f"cannot be opened ({error.strerror})"
         else:
             try:
-                if (secret := self._read(fd)) is not None:
+                if (secret := self.read(fd)) is not None:
                     return secret
             finally:
                 os.close(fd)
@@ -161,7 +157,8 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
             f"environment or remove {SECRET_FD_VARIABLE} from it"
         )
 
-    def _read(self, fd: int) -> bytes | None:
+    def read(self, fd: int) -> bytes | None:
+        """Returns the secret if this process's descriptor `fd` refers to the file, and None if not."""
         with contextlib.suppress(OSError):  # the descriptor is closed, or refers to a file without seals
             is_ours = (
                 os.fstat(fd).st_ino == self.inode
@@ -184,14 +181,14 @@ def job_secret() -> bytes | None:
 
     Its sources are, in this order, the descriptor that workers inherit from `paceline run` (PACELINE_SECRET_FD),
     PACELINE_SECRET, the file at PACELINE_SECRET_FILE, and the launcher's own descriptor (in a worker's child that lacks
-    the inherited one). A secret that is too short, a file that others can read, and an inherited secret that cannot be
-    read raise a ValueError.
+    the inherited one). Raises a ValueError if the secret is too short, if others can read its file, or if the inherited
+    secret cannot be read.
     """
     if chosen_level() == "none":
         return None
     text = os.environ.get(SECRET_FD_VARIABLE)
     file = SecretFile.parse(text) if text else None
-    if file is not None and (secret := file.read_own()) is not None:
+    if file is not None and (secret := file.read(file.fd)) is not None:
         return secret
     return _own_secret() or (file.read_makers() if file is not None else None)
 
@@ -199,33 +196,35 @@ def job_secret() -> bytes | None:
 def _own_secret() -> bytes | None:
     if text := os.environ.get("PACELINE_SECRET"):
         return _checked(text.strip().encode(errors="surrogateescape"), "PACELINE_SECRET")
-    if path := os.environ.get("PACELINE_SECRET_FILE"):
-        # Kubernetes uses links for secrets, so links are followed, and the target of a link is checked.
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise ValueError(
-                f"{path} (PACELINE_SECRET_FILE) cannot be opened ({error.strerror}); it must be a file with the job's "
-                "secret that this user can read"
-            ) from None
-        status = os.fstat(fd)
+    path = os.environ.get("PACELINE_SECRET_FILE")
+    if not path:
+        return None
+    # Kubernetes uses links for secrets, so links are followed, and the target of a link is checked.
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ValueError(
+            f"{path} (PACELINE_SECRET_FILE) cannot be opened ({error.strerror}); it must be a file with the job's "
+            "secret that this user can read"
+        ) from None
+    try:
+        status, me = os.fstat(fd), os.geteuid()
+        mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
             raise ValueError(f"{path} (PACELINE_SECRET_FILE) is not a regular file; a secret must be in one")
-        with open(fd, "rb") as file:
-            mode = stat.S_IMODE(status.st_mode)
-            if mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise ValueError(
-                    f"{path} (PACELINE_SECRET_FILE) can be read by other users (mode {mode:o}); only its owner may "
-                    f"read a secret: chmod 600 {path}"
-                )
-            if status.st_uid not in (os.geteuid(), 0):
-                raise ValueError(
-                    f"{path} (PACELINE_SECRET_FILE) belongs to user {status.st_uid}, who knows the secret; expected a "
-                    f"file of user {os.geteuid()} or of root: copy it, or chown it"
-                )
-            return _checked(file.read(_LARGEST_FILE).strip(), path)
-    return None
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ValueError(
+                f"{path} (PACELINE_SECRET_FILE) can be read by other users (mode {mode:o}); only its owner may "
+                f"read a secret: chmod 600 {path}"
+            )
+        if status.st_uid not in (me, 0):
+            raise ValueError(
+                f"{path} (PACELINE_SECRET_FILE) belongs to user {status.st_uid}, who knows the secret; expected a "
+                f"file of user {me} or of root: copy it, or chown it"
+            )
+        return _checked(os.read(fd, _LARGEST_FILE).strip(), path)
+    finally:
+        os.close(fd)
 
 
 def _checked(secret: bytes, source: str) -> bytes:

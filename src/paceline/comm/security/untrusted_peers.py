@@ -95,7 +95,7 @@ Decoded = TypeVar("Decoded")
 def decode_untrusted(decode: Callable[[Data], Decoded], data: Data) -> Decoded:
     """Returns `decode(data)` for data from an untrusted peer; `decode` is a JSON or msgpack decoder.
 
-    Data that cannot be decoded raises a ValueError, also if it is nested so deeply that the decoder raises a
+    Raises a ValueError if the data cannot be decoded, including data nested so deeply that the decoder raises a
     RecursionError.
     """
     try:

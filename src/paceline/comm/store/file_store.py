@@ -251,7 +251,7 @@ def _read_record(fd: int, offset: int) -> tuple[int, int, list[bytes], int] | No
     """Returns the operation, number, fields and size of the record at an offset, or None if it is incomplete.
 
     An incomplete record is the beginning of a record, and the last one in the file. The header has its own checksum, so
-    a damaged length is not mistaken for an incomplete record. A damaged record raises a ValueError.
+    a damaged length is not mistaken for an incomplete record. Raises a ValueError if the record is damaged.
     """
     head = os.pread(fd, _HEADER_NBYTES, offset)
     if len(head) < _HEADER_NBYTES:

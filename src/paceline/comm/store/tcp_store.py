@@ -32,7 +32,7 @@ _JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"  # keys
 
 
 class StoreServer:
-    """Server for a store, which closes `listener`.
+    """Server for a store. It takes ownership of `listener`.
 
     Python performs only the handshake of each connection; a thread in the core serves the requests.
     """
@@ -223,7 +223,7 @@ def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.so
 
 
 def bind_to_port(host_name: str, port: int, secret: bytes | None, is_listening: bool = False) -> socket.socket:
-    """Returns a socket that is bound to its own port, and possibly listening; raises the same errors as `listen`."""
+    """Returns a socket bound to its own port, and listening if `is_listening`; raises the same errors as `listen`."""
     family, kind, protocol, _, address = _first_address(host_name, port)
     require_secret(str(address[0]), secret)
     listener = socket.socket(family, kind, protocol)

@@ -19,7 +19,7 @@ from paceline.operate.launch.elastic_options import Chaos, ChaosAction, actions_
 def disconnect_worker(pid: int, pidfd: int) -> int:
     """Shuts down a process's TCP connections to other machines, like a router that drops them; returns their number.
 
-    If the kernel denies access to the process, an OSError is raised.
+    Raises an OSError if the kernel denies access to the process.
     """
     count = 0
     for name in os.listdir(f"/proc/{pid}/fd"):

@@ -487,9 +487,9 @@ def join_elastic(
 
 
 def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], address: tuple[str, int]) -> Connection:
-    """Connects to the coordinator of the running job, or else to the rendezvous.
+    """Connects to the coordinator of the running job, if there is one, and otherwise to the rendezvous.
 
-    A JobMovedError is raised if the coordinator has changed or the job has ended.
+    Raises a JobMovedError if the coordinator has changed or the job has ended.
     """
     rendezvous = job.rendezvous
     if rendezvous.running is None:

@@ -236,9 +236,11 @@ class ElasticAgent(Launcher):
         member.life.heard(message, now_s)
         self._connection.client.send(WorkerMessage(member.uid, message))
 
+    def _worker(self, uid: str) -> PoolWorker | None:
+        return self._members.by_uid(uid) if self._members is not None else None
+
     def _tell(self, uid: str, message: ToWorker) -> None:
-        member = self._members.by_uid(uid) if self._members is not None else None
-        if member is None:
+        if (member := self._worker(uid)) is None:
             return
         if isinstance(message, ExitRequest):
             member.life.dismissed = message.code
@@ -295,7 +297,7 @@ class ElasticAgent(Launcher):
 
     def _fence(self, uid: str) -> None:
         """Kills a stopped worker, because a resumed worker would interfere with the workers that continued."""
-        member = self._members.by_uid(uid) if self._members is not None else None
+        member = self._worker(uid)
         if member is not None and member.life.is_stalled:
             member.life.is_fenced = True
             member.signal(signal.SIGKILL)
@@ -408,8 +410,9 @@ def describe_slots(first: int, count: int, slots: int) -> str:
 
 
 class WorkerExits:
-    """Tracks and reports the exits of this machine's workers. `reads` allows it to read the recordings of exited
-    workers.
+    """Tracks and reports the exits of this machine's workers.
+
+    If `reads` is true, it also reads the recordings of workers that have exited.
     """
 
     def __init__(self, reads: bool, word: str, say: Callable[[str], None]) -> None:

@@ -258,8 +258,9 @@ class ElasticController:
     ) -> Orders:
         """Takes over a job, and restores its state from the reports of the machines that follow this launcher.
 
-        `home` is the number of this machine. `reports`, and `joins` with each machine's node and `JoinJob`, have
-        machine numbers as keys. `failures` are those that the machines have recorded.
+        `home` is the number of this machine. The keys of `reports` and `joins` are machine numbers. `joins` contains
+        the node and the `JoinJob` of each machine, and `failures` contains the failures that the machines have
+        recorded.
         """
         machines, known = self._machines, merge_reports(reports.values())
         machines.home, self._is_gathered, self._has_spoken, self.identity = home, True, True, known.job

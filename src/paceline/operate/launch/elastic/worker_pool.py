@@ -138,8 +138,8 @@ def is_stopped(pid: int) -> bool:
 class WorkerResources:
     """Resources shared by the workers: the secret, the forker, and the store if this launcher serves it.
 
-    With several machines, the launcher that hosts the rendezvous also serves the store, on `port` (otherwise 0).
-    Workers cannot serve the store, because any of them may die.
+    With several machines, the launcher that hosts the rendezvous also serves the store. Workers cannot serve the store,
+    because any of them may die. `port` is the port of the store that this launcher serves to other machines, or 0.
     """
 
     def __init__(self, job: Job, connection: NodeConnection, secret: bytes | None, cleanup: Cleanup) -> None:
@@ -165,7 +165,7 @@ class WorkerResources:
     ) -> WorkerContext:
         """Creates the resources, adds variables to `environment`, and returns the workers' common context.
 
-        If the store cannot be served, an OSError is raised.
+        Raises an OSError if the store cannot be served.
         """
         served = begin.store
         if not served:
@@ -290,7 +290,7 @@ class WorkerPool:
     def add(self, slot: int) -> None:
         """Starts a worker in an empty slot. `on_start` is called once the process has started.
 
-        If the limit on descriptors or processes is reached, an OSError is raised.
+        Raises an OSError if the limit on descriptors or processes is reached.
         """
         attempt = self._attempts.get(slot, 0)
         self._attempts[slot] = attempt + 1

@@ -121,7 +121,9 @@ class MembershipPolicy:
     join_timeout_s: float = 600.0  # the time to wait for `min_nodes` nodes
     port: int | None = None  # the port that the user chose for torch's store
     return_timeout_s: float = 120.0  # the time to wait for lost machines that an elastic job needs to continue
-    rendezvous_host_first: bool = False  # whether the node that all others can reach gets the first ranks
+    rendezvous_host_first: bool = (
+        False  # whether the rendezvous's host, which all nodes can reach, gets the first ranks
+    )
 
 
 def pause_s(restarts: int) -> float:
@@ -354,7 +356,7 @@ def gathering_notice(count: int, policy: MembershipPolicy) -> NotifyOrder:
 
 
 def gathering_timeout(joins: Collection[JoinJob], policy: MembershipPolicy) -> str:
-    """Returns the reason why the job ends if only the machines in `joins` have joined in time."""
+    """Returns the reason why a job ends if only the machines in `joins` have arrived in time."""
     hosts = ", ".join(join.host for join in joins) or "none"
     return (
         f"waited {policy.join_timeout_s:.0f} s for {policy.min_nodes} machines; {len(joins)} arrived ({hosts}). Look "

@@ -73,6 +73,7 @@ class RendezvousClient(ABC):
         with self._queueing:
             if self._has_queue:
                 self._has_queue = False
+                self._orders = []
                 os.close(self._waiting)
                 os.close(self._waking)
 

@@ -48,8 +48,8 @@ class JoinJob(_NodeMessage, frozen=True, tag="Join"):
     serves: bool = False  # whether the node hosts the rendezvous
     version: str = ""  # versions before 0.1.0 do not send it
     is_elastic: bool = False  # whether the launcher was started with `--elastic`
-    listens: str = ""  # elastic: the address of this launcher for other launchers if it becomes the coordinator
-    number: Int64 = -1  # elastic: the machine's number if it is already part of the job; a `Follow` comes next
+    listens: str = ""  # elastic: the launcher's address for other launchers, in case it becomes the coordinator
+    number: Int64 = -1  # elastic: the machine's number if it is already part of the job; it then sends a `Follow`
     store_port: Int64 = 0  # the port for Paceline's store if rank 0 runs on this node
     job: str = ""  # elastic: the identity of the job that the node was ordered to join, or ""
 
@@ -290,7 +290,7 @@ class UserMessage(_NodeMessage, frozen=True):
 
     text: str
     is_last: bool = False  # whether to print the text at the end of the job, after the report of the failures
-    is_headline: bool = False  # whether it comes before that report instead, because no failure is the cause
+    is_headline: bool = False  # whether to print it before that report, because no failure is the cause
     is_stall: bool = False  # whether the text explains a stall
     is_failure: bool = False  # whether the text explains a failure
     blamed: tuple[Int64, ...] = ()  # the ranks that caused the stall or the failure
@@ -363,7 +363,7 @@ class MessageError(ValueError):
 
 
 def encode(message: Message) -> bytes:
-    """Encodes a message, preceded by its length; a message that is too long raises a MessageError."""
+    """Encodes a message, preceded by its length; raises a MessageError if it is too long."""
     try:
         body = msgspec.json.encode(message)
     except UnicodeEncodeError:  # a traceback or a path may contain bytes that are not valid UTF-8
@@ -410,7 +410,7 @@ class Inbox:
     received: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> list[Message]:
-        """Adds received bytes and returns the complete messages; an invalid message raises a MessageError."""
+        """Adds received bytes and returns the complete messages; raises a MessageError if one of them is not valid."""
         self.received += data
         messages = []
         while len(self.received) >= _LENGTH.size:

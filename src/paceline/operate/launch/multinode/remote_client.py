@@ -40,7 +40,7 @@ _RESETS = struct.pack("ii", 1, 0)  # SO_LINGER value that makes close() reset th
 
 
 class ServerConnection:
-    """A connection to the rendezvous server, to which the ownership of `connection` passes.
+    """A connection to the rendezvous server. It takes ownership of the socket `connection`.
 
     Args:
         silence_s: The time in seconds after which a silent connection counts as lost.
@@ -166,7 +166,7 @@ def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) ->
 def warn_of_running_job_at(address: tuple[str, int], timeout_s: float) -> None:
     """Reports to the launcher at an address, which has another secret, that this launcher's job is running.
 
-    If no server is listening there, an OSError or a HandshakeUnfinishedError is raised.
+    Raises an OSError or a HandshakeUnfinishedError if no server is listening there.
     """
     with contextlib.closing(dial(address, timeout_s)) as connection:
         warn_of_running_job(connection, timeout_s)

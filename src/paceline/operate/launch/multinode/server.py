@@ -270,11 +270,10 @@ class RendezvousServer:
             silent_s = now_s - node.heard_s
             if node.fault:
                 self._drop(node, node.fault)
-            elif silent_s > self._silence_s and not self._is_starved(node, silent_s):
+            elif silent_s > self._silence_s and not (
+                self._bears_starvation and is_starved(node.connection, silent_s, self._silence_s / 2)
+            ):
                 self._drop(node, explain_silence(silent_s, elsewhere, self._silence_s), silent_s=silent_s)
-
-    def _is_starved(self, node: _Node, silent_s: float) -> bool:
-        return self._bears_starvation and is_starved(node.connection, silent_s, self._silence_s / 2)
 
     def _carry(self, orders: Orders) -> None:
         for name, order in orders:
