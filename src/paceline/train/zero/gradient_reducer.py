@@ -36,10 +36,7 @@ _SAMPLED = 4  # the number of parameters to watch; torch's clip_grad_norm_ chang
 class ClippingWatch:
     """Warns once if gradients are changed between a backward pass and the optimizer step.
 
-    Args:
-        named: the parameters by name.
-        me: a description of this rank for the message, such as "rank 3".
-        description: a description of a parameter's gradient before the step, for the message.
+    The message identifies this rank by `me`, such as "rank 3"; `description` states what a gradient is before the step.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], me: str, description: str) -> None:
@@ -317,13 +314,9 @@ class ShardedGradientReducer:
 def total_norm(
     gradients: Sequence[torch.Tensor], norm_type: float, group: ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Computes the total norm of the gradients on all ranks, in float64.
+    """Computes the total norm of the gradients on all ranks, in float64 on `device`; some ranks may have no gradients.
 
-    Args:
-        gradients: this rank's gradients; some ranks may have none.
-        norm_type: the order of the norm.
-        group: the process group of the ranks.
-        device: the device of the result; its type must be the same on all ranks.
+    The type of `device` must be the same on all ranks.
     """
     norms = [torch.linalg.vector_norm(gradient, norm_type).double().to(device) for gradient in gradients]
     mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)

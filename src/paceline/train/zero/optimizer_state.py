@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -52,10 +52,7 @@ def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, 
     """Gathers the states of all ranks' shards, by shard number, on group rank `to`; returns None on other ranks.
 
     The gathered tensors are on the CPU, because a device that holds one rank's part may not have enough memory for all
-    parts.
-
-    Raises:
-        TypeError: a state has a value other than a tensor, a number, a string or None; raised on every rank.
+    parts. Every rank raises TypeError if a state has a value other than a tensor, a number, a string or None.
     """
     problem = _unsendable(mine)
     described = [] if problem else [[index, name, _describe(value)] for index, name, value in _flat(mine)]
@@ -107,27 +104,19 @@ def _describe(value: object) -> list[object]:
     return ["plain", value]
 
 
-def part_of_group(group: Group, owned: Sequence[torch.Tensor]) -> Group:
-    """Returns a copy of the group that contains only the parameters in `owned`."""
-    return {**_options(group), "params": list(owned)}
-
-
 def copy_options(source: Sequence[Group], target: Sequence[Group]) -> None:
     """Copies options, such as learning rates, from the groups in `source` to the groups in `target`."""
     for from_group, to_group in zip(source, target, strict=True):
-        to_group.update(_options(from_group))
+        to_group.update(options_of(from_group))
 
 
 def to_state_dict(groups: Sequence[Group], state: StateByIndex) -> dict[str, Any]:
     """Builds the `state_dict` of the unsharded optimizer."""
-    packed: list[Group] = []
-    first = 0
-    for group in groups:
-        count = len(group["params"])
-        packed.append(
-            {**{k: v for k, v in group.items() if k != "params"}, "params": list(range(first, first + count))}
-        )
-        first += count
+    numbers = count()
+    packed = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [next(numbers) for _ in group["params"]]}
+        for group in groups
+    ]
     return {"state": state, "param_groups": packed}
 
 
@@ -136,30 +125,21 @@ def part_of_state_dict(
 ) -> dict[str, Any]:
     """Extracts, from an unsharded optimizer's `state_dict`, the part that this rank's optimizer loads.
 
-    Args:
-        state_dict: the whole state.
-        groups: the parameter groups of this optimizer.
-        shards: the shards of each parameter, in the order of the groups.
+    `shards` contains the shards of each parameter, in the order of the parameter groups `groups` of this optimizer.
 
     Raises:
         ValueError: the state has groups of different sizes.
     """
     saved = state_dict["param_groups"]
     _require_same_groups(saved, groups)
-    state: StateByIndex = {}
-    packed: list[Group] = []
-    index = number = 0
-    for group in saved:
-        first = number
-        for key in group["params"]:
-            for shard in shards[index]:
-                if shard.is_mine:
-                    if key in state_dict["state"]:
-                        state[number] = {name: _part(v, shard) for name, v in state_dict["state"][key].items()}
-                    number += 1
-            index += 1
-        packed.append({**_options(group), "params": list(range(first, number))})
-    return {"state": state, "param_groups": packed}
+    keys = chain.from_iterable(group["params"] for group in saved)
+    states = [
+        {name: _part(value, shard) for name, value in state_dict["state"].get(key, {}).items()}
+        for key, parts in zip(keys, shards, strict=True)
+        for shard in parts
+        if shard.is_mine
+    ]
+    return state_dict_of_parts(saved, states, groups, shards)
 
 
 def state_dict_of_parts(
@@ -170,24 +150,15 @@ def state_dict_of_parts(
 ) -> dict[str, Any]:
     """Builds, from the states of this rank's shards, the `state_dict` that this rank's optimizer loads.
 
-    Args:
-        saved: the groups of the unsharded optimizer.
-        states: the state of each of this rank's shards, in the order of the parameters.
-        groups: the parameter groups of this optimizer.
-        shards: the shards of each parameter, in the order of the groups.
-
-    Raises:
-        ValueError: the state has groups of different sizes.
+    `saved` contains the groups of the unsharded optimizer, and `states` the state of each of this rank's shards, in the
+    order of the parameters. For `groups`, `shards` and errors, see `part_of_state_dict`.
     """
     _require_same_groups(saved, groups)
-    packed: list[Group] = []
-    index = number = 0
+    numbers, remaining = count(), iter(shards)
+    packed = []
     for group in saved:
-        first = number
-        for _ in group["params"]:
-            number += sum(shard.is_mine for shard in shards[index])
-            index += 1
-        packed.append({**_options(dict(group)), "params": list(range(first, number))})
+        own = [shard for parts in islice(remaining, len(group["params"])) for shard in parts if shard.is_mine]
+        packed.append({**options_of(group), "params": [next(numbers) for _ in own]})
     return {"state": {i: dict(values) for i, values in enumerate(states) if values}, "param_groups": packed}
 
 
@@ -201,12 +172,7 @@ def _require_same_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Gr
 
 
 def join_parts(state: StateByIndex, shards: Sequence[Sequence[Shard]]) -> StateByIndex:
-    """Combines the states of shards into the states of parameters.
-
-    Args:
-        state: the states of shards, by shard number.
-        shards: the shards of each parameter.
-    """
+    """Combines the states of shards, by shard number, into the states of parameters, by index in `shards`."""
     joined: StateByIndex = {}
     number = 0
     for index, parts in enumerate(shards):
@@ -238,5 +204,6 @@ def _whole(values: Sequence[object], shards: Sequence[Shard]) -> object:
     return whole
 
 
-def _options(group: Group) -> Group:
+def options_of(group: Mapping[str, Any]) -> Group:
+    """Returns the entries of a parameter group, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in _WHOLE_ONLY}

@@ -28,7 +28,7 @@ from paceline.train.zero.optimizer_state import (
     gather_state,
     join_parts,
     load_optimizer,
-    part_of_group,
+    options_of,
     part_of_state_dict,
     state_dict_of_parts,
     to_state_dict,
@@ -40,13 +40,7 @@ Stage = Literal[1, 2, 3]
 
 
 def require_fit(group: ProcessGroup, stage: int, module: nn.Module | None, optimizer_class: type[Optimizer]) -> None:
-    """Checks the stage, the module and the inner optimizer class for a ZeroRedundancyOptimizer.
-
-    Raises:
-        ValueError: `stage` is not 1, 2 or 3; or `stage` is 3 and there is no module, or its parameters are on several
-            devices.
-        TypeError: the optimizer evaluates the loss several times in a step.
-    """
+    """Checks the stage, the module and the inner optimizer class for a ZeroRedundancyOptimizer."""
     me = f"rank {group.me.rank}"
     if stage not in get_args(Stage):
         raise ValueError(
@@ -69,11 +63,7 @@ def require_fit(group: ProcessGroup, stage: int, module: nn.Module | None, optim
 
 
 def require_one_evaluation(optimizer_class: type[Optimizer], group: ProcessGroup) -> None:
-    """Checks that an optimizer can be divided among ranks.
-
-    Raises:
-        TypeError: `optimizer_class` is not a class of optimizers, or it evaluates the loss several times in a step.
-    """
+    """Checks that an optimizer can be divided among ranks."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(
             f"rank {group.me.rank}: optimizer_class is {short_repr(optimizer_class)}; it must be a class derived from "
@@ -94,17 +84,11 @@ def synchronize_parameters(
     group: ProcessGroup,
     problem: Exception | None = None,
 ) -> None:
-    """Compares parameters and arguments across ranks, and copies rank 0's parameters and buffers to all ranks.
+    """Compares parameters and `arguments` across ranks, and copies rank 0's parameters and buffers to all ranks.
 
-    Args:
-        module: the module, or None if only parameters were given.
-        param_groups: the optimizer's groups.
-        arguments: additional values that must be the same on every rank.
-        group: the process group of the ranks.
-        problem: an error that keeps this rank from starting, or None. It is raised after all ranks have received it.
-
-    Raises:
-        CollectiveMismatchError: parameters or arguments differ; raised on every rank.
+    If `module` is None, only the groups' parameters are copied. An error in `problem`, which keeps this rank from
+    starting, is raised after all ranks have received it. If anything differs, every rank raises
+    CollectiveMismatchError.
     """
     params = [param for param_group in param_groups for param in param_group["params"]]
     names = {} if module is None else {id(param): name for name, param in module.named_parameters()}
@@ -143,27 +127,19 @@ def replica_check(module: nn.Module | None, params: Sequence[torch.Tensor], grou
 
 
 class PartitionedJoinHook(JoinHook):
-    """Participates in the other ranks' steps on a rank that has run out of inputs.
+    """Participates in the other ranks' steps on a rank that has run out of inputs."""
 
-    Args:
-        step: a function that performs a step to which this rank contributes no gradients.
-        divide_by_initial: a function that sets the divisor for averages: the number of all ranks if its argument is
-            True, or the number of ranks that have inputs if False.
-        by_initial: the argument for `divide_by_initial` until all ranks have run out.
-    """
-
-    def __init__(self, step: Callable[[], None], divide_by_initial: Callable[[bool], None], by_initial: bool) -> None:
-        self._step = step
-        self._divide_by_initial = divide_by_initial
-        divide_by_initial(by_initial)
+    def __init__(self, optimizer: PartitionedOptimizer, by_initial: bool) -> None:
+        self._optimizer = optimizer
+        optimizer._divide_by_initial(by_initial)
 
     def main_hook(self) -> None:
         """Runs a step without gradients from this rank."""
-        self._step()
+        self._optimizer._step_without_inputs()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Restores the divisor. Parameters need no copy, because they are equal on all ranks after every step."""
-        self._divide_by_initial(True)
+        self._optimizer._divide_by_initial(True)
 
 
 class PartitionedOptimizer(Optimizer, Joinable):
@@ -224,8 +200,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **kwargs: object) -> JoinHook:
         """Returns the hook for `Join`; accepts `divide_by_initial_world_size`."""
-        by_initial = bool(kwargs.get("divide_by_initial_world_size", True))
-        return PartitionedJoinHook(self._step_without_inputs, self._divide_by_initial, by_initial)
+        return PartitionedJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gathers the whole state on group rank `to`, where `state_dict` then returns it; all ranks must call it.
@@ -311,4 +286,4 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     def _part_of(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns a copy of a parameter group that contains only the tensors that this rank updates."""
-        return part_of_group(group, self._shards.mine_of(group["params"]))
+        return {**options_of(group), "params": self._shards.mine_of(group["params"])}

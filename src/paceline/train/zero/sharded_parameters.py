@@ -40,11 +40,7 @@ def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit
 
     These entries are usually the layers of a model, which run sequentially. A nested unit's parameters do not belong to
     the outer unit. The unit for the whole module contains parameters outside all layers and parameters that several
-    layers share, so they are available whenever code may read them.
-
-    Args:
-        module: the model.
-        params: the parameters to divide among units; all other parameters are ignored.
+    layers share, so they are available whenever code may read them. Parameters that are not in `params` are ignored.
     """
     wanted = {id(param) for param in params}
     layers: dict[int, tuple[str, nn.Module]] = {}
@@ -168,8 +164,7 @@ class ShardedParameters:
 
     def close(self) -> None:
         """Restores all parameters on every rank, and removes the hooks; idempotent."""
-        for number in range(len(self._units)):
-            self._gather_if_absent(number)
+        self._gather_all()
         for _, _, shard in self._runs():
             shard.follow()
         for handle in self._handles:
@@ -181,8 +176,7 @@ class ShardedParameters:
     @contextmanager
     def all_present(self) -> Iterator[None]:
         """Returns a context in which all parameters are present on every rank."""
-        for number in range(len(self._units)):
-            self._gather_if_absent(number)
+        self._gather_all()
         self._pinned = True
         try:
             yield
@@ -205,9 +199,8 @@ class ShardedParameters:
     def refresh(self) -> None:
         """Gathers the parameters again after an optimizer step within `all_present`."""
         if self._pinned:
-            for number in range(len(self._units)):
-                self._present[number] = False
-                self._gather_if_absent(number)
+            self._present = [False] * len(self._units)
+            self._gather_all()
 
     def free(self, number: int) -> None:
         """Frees a unit's parameters, except parameters that this rank owns entirely."""
@@ -225,6 +218,10 @@ class ShardedParameters:
         """Frees all parameters, except parameters that this rank owns entirely."""
         for number in range(len(self._units)):
             self.free(number)
+
+    def _gather_all(self) -> None:
+        for number in range(len(self._units)):
+            self._gather_if_absent(number)
 
     def _gather(self, number: int) -> None:
         if self._present[number]:

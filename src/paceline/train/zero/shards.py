@@ -46,13 +46,8 @@ def assign_to_ranks(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[i
     parameter may be cut, the bytes beyond an even share are assigned to the next rank. This happens at most once per
     rank.
 
-    Args:
-        sizes: the size of each parameter in bytes.
-        may_cut: whether each parameter may be cut.
-        loads: the number of bytes already assigned to each rank; updated in place.
-
-    Returns:
-        The parts of each parameter, in order.
+    Sizes and loads are in bytes. `loads` contains the bytes already assigned to each rank, and is updated in place.
+    Returns the parts of each parameter, in order.
 
     >>> assign_to_ranks([256, 1280, 512], [True] * 3, loads := [0, 256]), loads
     ([[OwnedBytes(start=0, stop=256, owner=1)], [OwnedBytes(start=0, stop=1280, owner=0)], \
@@ -182,10 +177,7 @@ class Shard:
     def refresh_master(self, updated: torch.Tensor) -> None:
         """Updates those elements of the master copy whose parameters have changed since `round_master`.
 
-        For all other elements, the master copy keeps its full precision.
-
-        Args:
-            updated: the `updated` values that `beside_master` returned.
+        For all other elements, the master copy keeps its full precision. `beside_master` has returned `updated`.
         """
         assert self.master is not None
         is_changed = self.master.to(updated.dtype).ne(updated)
@@ -212,17 +204,11 @@ class Shard:
 
 
 class Shards:
-    """The division of an optimizer's parameters into shards, which is the same on every rank.
-
-    Args:
-        rank: the index of this rank.
-        size: the number of ranks.
-        cuts: whether parameters may be cut.
-    """
+    """The division of an optimizer's parameters into shards, which is the same on every rank."""
 
     def __init__(self, rank: int, size: int, cuts: bool) -> None:
         self.rank = rank
-        self.cuts = cuts
+        self.cuts = cuts  # whether parameters may be cut
         # Frozen parameters have no optimizer state. Separate loads for them keep the division of the state even.
         self._loads = {True: [0] * size, False: [0] * size}
         self.by_param: list[list[Shard]] = []
@@ -260,10 +246,9 @@ class Shards:
             _copy_from_owner([s.run(s.param.detach()) for s in self.all() if s.owner == owner], owner, group)
 
     def take_gradients(self, free: bool) -> None:
-        """Sets the gradients of this rank's runs from the parameters' gradients.
+        """Sets the gradients of this rank's runs from the parameters' gradients, whose memory the runs share.
 
-        Args:
-            free: whether to free gradients that this rank does not need. If False, runs share the gradients' memory.
+        If `free` is True, the runs get copies, and gradients that this rank does not need are freed.
         """
         for shards in self.by_param:
             param = shards[0].param
