@@ -8,7 +8,7 @@ from torch import nn
 from paceline.train.checks.device_values import DeviceDigests
 from paceline.train.checks.replica_check import (
     RankDigests,
-    StateDigests,
+    digests_of_part,
     tensors_part,
 )
 from paceline.train.module_tensors import collect_tracked, digest_of, ignore_tensors
@@ -19,8 +19,8 @@ def test_digests_tell_tensors_apart():
     assert digest_of([grid]) == digest_of([grid.t().contiguous().t()])
     assert digest_of([grid]) != digest_of([grid + 1])
     part, other = (tensors_part({name: grid}, DeviceDigests()) for name in "ab")
-    assert part.digests() != other.digests()
-    assert StateDigests({}).digests() == RankDigests(0, 0)
+    assert digests_of_part(part) != digests_of_part(other)
+    assert digests_of_part({}) == RankDigests(0, 0)
 
 
 def test_a_shared_parameter_is_ignored_by_all_of_its_names():

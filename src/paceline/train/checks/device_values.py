@@ -46,14 +46,9 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class LabeledNorms:
-    """Maximum norms of tensors on one device. A norm is NaN or infinite if its tensor contains NaN or infinity.
+    """Maximum norms of tensors on one device. A norm is NaN or infinite if its tensor contains NaN or infinity."""
 
-    Attributes:
-        labels: a label for each tensor.
-        norms: the copy of the norms in host memory.
-    """
-
-    labels: list[tuple[str, int]]
+    labels: list[tuple[str, int]]  # for each tensor
     norms: HostCopy
 
 

@@ -76,12 +76,12 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class NonFiniteGradients:
-    """The non-finite gradients from one backward pass on one rank.
+    """The non-finite gradients from one backward pass on one rank, in the module's order.
 
     Attributes:
         rank: the rank that computed the gradients.
         step: the index of the backward pass; only backward passes whose gradients were averaged are counted.
-        gradients: the gradients that are not finite, in the module's order; empty if only parameters are not finite.
+        gradients: the gradients that are not finite; empty if only parameters are not finite.
         count: the number of trained parameters in the module.
         parameters: the parameters that were already non-finite before the backward pass.
     """
@@ -93,11 +93,7 @@ class NonFiniteGradients:
     parameters: Sequence[NonFiniteTensor] = ()
 
     def text(self, applied: bool) -> str:
-        """Returns the text of the warning.
-
-        Args:
-            applied: whether an optimizer has applied these gradients.
-        """
+        """Returns the text of the warning; `applied` is True if an optimizer has applied these gradients."""
         if self.parameters:
             return self._spoiled_text()
         last = self.gradients[-1]
@@ -137,35 +133,30 @@ class NonFiniteHistory:
 
     def __init__(self) -> None:
         self.pending: NonFiniteGradients | None = None  # a finding whose gradients no optimizer has applied yet
-        self._has_warned = False
+        self.has_warned = False  # whether a warning was issued since the last backward pass with finite gradients
         self._is_received = False  # whether the latest averages, but not this rank's gradients, were non-finite
-
-    @property
-    def has_warned(self) -> bool:
-        """Returns True if a warning was issued since the last backward pass with finite gradients."""
-        return self._has_warned
 
     def finite(self, average_is_finite: bool) -> None:
         """Records a backward pass in which this rank's gradients were finite."""
         self.pending = None
         self._is_received = not average_is_finite
-        self._has_warned = self._has_warned and not average_is_finite
+        self.has_warned = self.has_warned and not average_is_finite
 
     def not_finite(self, finding: NonFiniteGradients) -> NonFiniteGradients | None:
         """Records a backward pass with non-finite gradients; returns the finding if a warning is now due, or None."""
-        if self._has_warned or (self._is_received and finding.parameters):
+        if self.has_warned or (self._is_received and finding.parameters):
             return None
         earlier, self.pending = self.pending, None
         if not finding.parameters:
             self.pending = finding
             return None
-        self._has_warned = True
+        self.has_warned = True
         return finding if earlier is None else earlier  # `earlier` made the parameters non-finite
 
     def applied(self) -> NonFiniteGradients | None:
         """Records that an optimizer has applied the latest averages; returns the finding to warn about, or None."""
         finding, self.pending = self.pending, None
-        self._has_warned = self._has_warned or finding is not None
+        self.has_warned = self.has_warned or finding is not None
         return finding
 
 
@@ -190,17 +181,12 @@ class _Pieces(NamedTuple):
 
 
 class DeviceOutcome:
-    """Holds the norms of gradients, averages and parameters from one step until the device has computed them.
-
-    Args:
-        step: the index of the backward pass.
-        copies: the norms on each device, labeled with the tensors' roles and positions.
-    """
+    """Holds the norms of gradients, averages and parameters from one step until the device has computed them."""
 
     def __init__(self, step: int, copies: Sequence[LabeledNorms]) -> None:
         self.step = step
         self.is_applied = False  # whether an optimizer has applied the averages
-        self._copies = copies
+        self._copies = copies  # the norms on each device, labeled with the tensors' roles and positions
         self._found_infs: list[HostCopy] = []  # one per optimizer step; nonzero if the step was skipped
 
     def note_step(self, found_inf: torch.Tensor | None) -> None:
@@ -247,7 +233,7 @@ class GradientCheck:
         self._bytes = _ALL_BYTES  # the bytes to read from each gradient in this backward pass; 0 for no check
         # - The findings from this backward pass
         self._cost_s = 0.0
-        self._has_found = False
+        self.has_found = False  # whether a non-finite gradient was found; if so, averages need not be checked
         self._found: list[NonFiniteTensor] = []  # non-finite gradients to list in a warning
         self._seen: list[_Pieces] = []
         # - Findings on devices
@@ -261,11 +247,6 @@ class GradientCheck:
     def is_looking(self) -> bool:
         """Whether the gradients of the current backward pass and their averages are checked."""
         return bool(self._bytes)
-
-    @property
-    def has_found(self) -> bool:
-        """Whether a non-finite gradient was found in the current backward pass; if so, averages need not be checked."""
-        return self._has_found
 
     def look(self, names: Sequence[str], tensors: Sequence[torch.Tensor], pieces: Sequence[int], dtype: int) -> None:
         """Checks this rank's gradients before they are averaged in place.
@@ -332,7 +313,7 @@ class GradientCheck:
 
     def _note(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Records the non-finite gradients, and enables the complete check for the rest of this backward pass."""
-        self._has_found = True
+        self.has_found = True
         self._bytes = _ALL_BYTES
         if not self.history.has_warned:
             self._found += find_non_finite(
@@ -342,19 +323,14 @@ class GradientCheck:
     def forget(self) -> None:
         """Discards the findings from the current backward pass."""
         self._cost_s = 0.0
-        self._has_found = False
+        self.has_found = False
         self._found.clear()
         self._seen.clear()
         self._norms.clear()
         self._seen_on_device.clear()
 
     def end(self, step: int, averages: Sequence[torch.Tensor] | None = None) -> None:
-        """Completes a backward pass.
-
-        Args:
-            step: the index of the backward pass.
-            averages: the averages; None if they are in the memory of the checked gradients.
-        """
+        """Completes backward pass `step`; `averages` is None if they are in the memory of the checked gradients."""
         now = time.perf_counter()
         self._clock.tick(now)
         self._judge_outcomes()
@@ -362,7 +338,7 @@ class GradientCheck:
             on_device = bool(self._norms)
             self._end_on_device(step, averages)
             on_cpu = None if averages is None else [average for average in averages if average.is_cpu]
-            if self._has_found:
+            if self.has_found:
                 self._judge(step)
             elif self._seen or on_cpu or not on_device:
                 pieces = self._seen if on_cpu is None else self._chosen(on_cpu)
@@ -428,13 +404,7 @@ class GradientCheck:
             OPTIMIZER_STEPS.ignore(self)
 
     def after_step(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None) -> None:
-        """Warns about non-finite gradients that this optimizer has applied.
-
-        Args:
-            optimizer: the optimizer that has stepped.
-            found_inf: a number on a device, nonzero if the optimizer skipped the step; None if the step was not
-                skipped.
-        """
+        """Warns about non-finite gradients that this optimizer has applied; see `StepListener`."""
         if any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"]):
             for outcome in self._outcomes:
                 outcome.note_step(found_inf)

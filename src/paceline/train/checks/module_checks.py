@@ -17,13 +17,7 @@ from paceline.train.module_tensors import TrackedTensors
 class ModuleChecks:
     """Checks the gradients and, at intervals, the replicas of a wrapped module.
 
-    Args:
-        module: the wrapped module.
-        tracked: the module's tensors.
-        group: the process group of the ranks.
-        checks: the user's settings.
-        with_buffers: whether buffers are compared too. If True, the buffers must be equal on all ranks when a backward
-            pass ends.
+    If `with_buffers` is True, buffers are compared too, and must be equal on all ranks when a backward pass ends.
     """
 
     def __init__(
@@ -60,11 +54,7 @@ class ModuleChecks:
     def end(self, averages: Sequence[torch.Tensor] | None = None) -> None:
         """Completes a backward pass whose gradients were averaged; all ranks must call it the same number of times.
 
-        Args:
-            averages: the averages, or None if they are in the gradients' memory.
-
-        Raises:
-            CollectiveError: the replicas could not be compared.
+        `averages` is None if they are in the gradients' memory.
         """
         self._step += 1
         if self._gradients is not None:

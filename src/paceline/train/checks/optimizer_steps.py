@@ -66,10 +66,7 @@ class StepListener(Protocol):
     def after_step(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None) -> None:
         """Handles a step of `optimizer`.
 
-        Args:
-            optimizer: the optimizer that has stepped.
-            found_inf: a number on a device, nonzero if the optimizer skipped the step; None if the step was not
-                skipped.
+        `found_inf` is a number on a device, nonzero if the optimizer skipped the step, or None if it did not.
         """
         ...
 

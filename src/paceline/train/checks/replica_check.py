@@ -29,16 +29,10 @@ _MOST_NAMED = 8  # the maximum number of ranks that a message lists
 
 @dataclass(frozen=True)
 class RankDigests:
-    """The digests of one part of the state on one rank.
+    """The digests of one part of the state on one rank. Ranks are compared only if their values have equal names."""
 
-    Attributes:
-        shape: a digest of the names of the values, or 0 if there are no values. Ranks are compared only if the names
-            are equal.
-        total: a digest of the values.
-    """
-
-    shape: int
-    total: int
+    shape: int  # a digest of the names of the values, or 0 if there are no values
+    total: int  # a digest of the values
 
 
 @dataclass(frozen=True)
@@ -62,10 +56,11 @@ class DisagreeingRanks:
         """Formats the differing ranks as text; `ranks` are the global ranks of the group's members."""
         if self.has_majority:
             odd, majority = self.odd, self.sides[0]
-            return f"{_named(odd, ranks)} {'differs' if len(odd) == 1 else 'differ'} from {_named(majority, ranks)}"
+            verb = "differs" if len(odd) == 1 else "differ"
+            return f"{named_ranks(odd, ranks)} {verb} from {named_ranks(majority, ranks)}"
         if all(len(side) == 1 for side in self.sides):
-            return f"{_named(self.odd, ranks)} differ, and there is no majority"
-        sides = "; ".join(_named(side, ranks) for side in self.sides)
+            return f"{named_ranks(self.odd, ranks)} differ, and there is no majority"
+        sides = "; ".join(named_ranks(side, ranks) for side in self.sides)
         return f"ranks differ, and there is no majority: {sides}"
 
 
@@ -119,7 +114,8 @@ class ReplicaDifference:
         )
 
 
-def _named(numbers: Sequence[int], ranks: Sequence[int]) -> str:
+def named_ranks(numbers: Sequence[int], ranks: Sequence[int]) -> str:
+    """Formats group ranks, such as "ranks 2 and 5"; `ranks` are the global ranks of the group's members."""
     names = [ranks[number] for number in numbers]
     if len(names) == 1:
         return f"rank {names[0]}"
@@ -131,36 +127,32 @@ def _named(numbers: Sequence[int], ranks: Sequence[int]) -> str:
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
-@dataclass(frozen=True)
-class StateDigests:
-    """The digests of the values in one part of the state, by name and in the same order on every rank.
+StatePart = dict[str, int]
+"""The digests of the values in one part of the state, by name and in the same order on every rank.
 
-    Digests of CPU tensors are computed immediately. Digests of tensors on other devices are 0 until
-    `DeviceDigests.read` has been called.
-    """
-
-    values: Mapping[str, int]
-
-    def digests(self) -> RankDigests:
-        """Returns one digest over all names and one over all values."""
-        if not self.values:
-            return RankDigests(0, 0)
-        return RankDigests(
-            digest_of_text("\n".join(self.values)), digest_of_text(" ".join(map(str, self.values.values())))
-        )
+Digests of CPU tensors are computed immediately. Digests of tensors on other devices are 0 until `DeviceDigests.read`
+has been called.
+"""
 
 
-def tensors_part(named: Mapping[str, torch.Tensor], on_devices: DeviceDigests) -> StateDigests:
+def digests_of_part(part: StatePart) -> RankDigests:
+    """Returns one digest over all names and one over all values."""
+    if not part:
+        return RankDigests(0, 0)
+    return RankDigests(digest_of_text("\n".join(part)), digest_of_text(" ".join(map(str, part.values()))))
+
+
+def tensors_part(named: Mapping[str, torch.Tensor], on_devices: DeviceDigests) -> StatePart:
     """Computes the digests of tensors; skips tensors without memory of their own, such as sparse tensors."""
-    values: dict[str, int] = {}
+    values: StatePart = {}
     for name, tensor in named.items():
         _add_tensor(values, repr(name), tensor, on_devices)
-    return StateDigests(values)
+    return values
 
 
 def optimizers_part(
     optimizers: Iterable[torch.optim.Optimizer], params: Mapping[str, nn.Parameter], on_devices: DeviceDigests
-) -> StateDigests:
+) -> StatePart:
     """Computes digests for the settings and state of each optimizer that updates `params`.
 
     With ZeRO, each rank has optimizer state for only some of the parameters, so the names differ between ranks. Ranks
@@ -173,24 +165,22 @@ def optimizers_part(
         ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
         if found := sorted(positions[key] for key in ids if key in positions):
             own.append((found, type(optimizer).__name__, optimizer))
-    values: dict[str, int] = {}
+    values: StatePart = {}
     for number, (_, kind, optimizer) in enumerate(sorted(own, key=lambda entry: entry[:2])):
         _add_optimizer(values, kind if number == 0 else f"{kind} {number + 1}", optimizer, names, on_devices)
-    return StateDigests(values)
+    return values
 
 
-def random_part() -> StateDigests:
+def random_part() -> StatePart:
     """Computes digests for the states of torch's and Python's random number generators on the CPU."""
-    return StateDigests(
-        {
-            "torch's random state": digest_of([torch.get_rng_state()]),
-            "Python's random state": digest_of_text(repr(random.getstate())),
-        }
-    )
+    return {
+        "torch's random state": digest_of([torch.get_rng_state()]),
+        "Python's random state": digest_of_text(repr(random.getstate())),
+    }
 
 
 def _add_optimizer(
-    values: dict[str, int],
+    values: StatePart,
     kind: str,
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
@@ -206,7 +196,7 @@ def _add_optimizer(
                 _add(values, f"{key!r} of {kind} for {names[id(param)]!r}", state.get(key), on_devices)
 
 
-def _add(values: dict[str, int], name: str, value: object, on_devices: DeviceDigests) -> None:
+def _add(values: StatePart, name: str, value: object, on_devices: DeviceDigests) -> None:
     """Adds the digest of a tensor or a plain value; skips other objects, whose `repr` may not reflect their content."""
     if isinstance(value, torch.Tensor):
         _add_tensor(values, name, value, on_devices)
@@ -214,18 +204,13 @@ def _add(values: dict[str, int], name: str, value: object, on_devices: DeviceDig
         values[name] = digest_of_text(repr(value))
 
 
-def _add_tensor(values: dict[str, int], name: str, tensor: torch.Tensor, on_devices: DeviceDigests) -> None:
-    if not _has_memory(tensor):
-        return
+def _add_tensor(values: StatePart, name: str, tensor: torch.Tensor, on_devices: DeviceDigests) -> None:
+    if tensor.layout is not torch.strided or tensor.is_meta or hasattr(tensor, "__tensor_flatten__"):
+        return  # the tensor has no memory of its own, or wraps other tensors
     if tensor.is_cpu:
         values[name] = digest_of([tensor])
     else:
         on_devices.add(values, name, tensor)
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Returns True if a tensor stores values in memory of its own, rather than wrapping other tensors."""
-    return tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
 
 
 FIRST_STEP = 10
@@ -247,7 +232,7 @@ class _EnqueuedCheck:
     """A check whose digests a device is still computing: the step, the parts of the state, and the cost so far."""
 
     step: int
-    parts: Mapping[str, StateDigests]
+    parts: Mapping[str, StatePart]
     on_devices: DeviceDigests
     cost_s: float
 
@@ -264,7 +249,7 @@ class ReplicaCheck:
         module: the wrapped module.
         ignored: the names of tensors that may differ.
         group: the process group of the ranks.
-        every: the number of steps between two checks. If None, the number depends on the measured cost.
+        every: the number of steps between two checks. If None, it depends on the measured cost.
         with_buffers: whether buffers are compared too. If True, the buffers must be equal on all ranks when a backward
             pass ends.
     """
@@ -315,7 +300,7 @@ class ReplicaCheck:
         self._pace.plan(step, gathered.cost_s, gathered.step_s)
         self._judge(enqueued.step, enqueued.parts, gathered)
 
-    def _parts(self, on_devices: DeviceDigests) -> dict[str, StateDigests]:
+    def _parts(self, on_devices: DeviceDigests) -> dict[str, StatePart]:
         tracked = collect_tracked(self._module, self._ignored)
         params = _parameters(self._module, tracked)
         optimizers = OPTIMIZER_STEPS.seen() if self.compares_optimizers else []
@@ -325,7 +310,7 @@ class ReplicaCheck:
             "values of the optimizer": optimizers_part(optimizers, params, on_devices),
         }
 
-    def _judge(self, step: int, parts: Mapping[str, StateDigests], gathered: _CheckResults) -> None:
+    def _judge(self, step: int, parts: Mapping[str, StatePart], gathered: _CheckResults) -> None:
         sides = {
             part: found for part, digests in gathered.parts.items() if (found := compare_digests(digests)) is not None
         }
@@ -399,7 +384,7 @@ def check_replicas(
         "parameters": tensors_part(params, on_devices),
         "buffers": tensors_part(tracked.buffers, on_devices),
         "values of the optimizer": optimizers_part(optimizers, params, on_devices),
-        "random states": random_part() if random_state else StateDigests({}),
+        "random states": random_part() if random_state else {},
     }
     on_devices.read()
     gathered = gather_digests(parts, group)
@@ -415,10 +400,10 @@ def check_replicas(
 
 
 def gather_digests(
-    parts: Mapping[str, StateDigests], group: ProcessGroup, cost_s: float = 0.0, step_s: float = 0.0
+    parts: Mapping[str, StatePart], group: ProcessGroup, cost_s: float = 0.0, step_s: float = 0.0
 ) -> _CheckResults:
     """Gathers the digests of all parts, the cost of the check and the step duration from all ranks."""
-    digests = [part.digests() for part in parts.values()]
+    digests = [digests_of_part(part) for part in parts.values()]
     times = torch.tensor([cost_s, step_s], dtype=torch.float64, device="cpu").view(torch.int64)
     numbers = [number for part in digests for number in (part.shape, part.total)]
     mine = torch.cat([times, torch.tensor(numbers, dtype=torch.int64, device="cpu")])
@@ -434,14 +419,14 @@ def gather_digests(
 
 
 def find_differences(
-    gathered: _CheckResults, parts: Mapping[str, StateDigests], group: ProcessGroup
+    gathered: _CheckResults, parts: Mapping[str, StatePart], group: ProcessGroup
 ) -> list[ReplicaDifference]:
     """Returns the parts that differ; a collective that all ranks call after `gather_digests`."""
     differences = []
     for part, digests in gathered.parts.items():
         sides = compare_digests(digests)
         if sides is not None:
-            texts = group.all_gather_bytes(json.dumps(dict(parts[part].values)).encode())
+            texts = group.all_gather_bytes(json.dumps(parts[part]).encode())
             everyones: list[dict[str, int]] = [json.loads(text) for text in texts]
             names = differing_names(sides, everyones)
             differences.append(ReplicaDifference(part, sides, tuple(names), len(everyones[sides.sides[0][0]])))

@@ -21,10 +21,10 @@ from paceline.comm.group.compression import Wire, WireKind
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
-from paceline.errors import and_more
 from paceline.train.autograd_graph import NO_BACKWARD, find_first_tensors, running_backward
 from paceline.train.checks.check_settings import Checks
 from paceline.train.checks.module_checks import ModuleChecks
+from paceline.train.checks.replica_check import named_ranks
 from paceline.train.ddp.comm_hook import CommHook, HookedWork
 from paceline.train.ddp.gradient_buckets import (
     BucketGradients,
@@ -39,7 +39,6 @@ from paceline.train.training_events import RecordedBuckets
 
 _COMPARED_STEPS = 3  # the number of steps in which batch digests are compared; a warning requires equality in all
 _DIGEST_BITS = 20  # exact in float32, even when divided by the number of ranks
-_MOST_NAMED = 8  # the maximum number of ranks that the warning lists
 _MOST_BYTES = 1 << 16  # only this many leading bytes of each tensor are hashed
 
 
@@ -486,11 +485,8 @@ class SameBatches:
             return
         alike = [rank for rank, history in enumerate(histories) if history == histories[me]]
         if len(alike) > 1 and alike[0] == me:
-            ranks = [self._group.ranks[rank] for rank in alike]
-            listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-            named = and_more(ranks, _MOST_NAMED) if len(ranks) > _MOST_NAMED else listed
             warnings.warn(
-                f"ranks {named} read the same batches: their first {_COMPARED_STEPS} "
+                f"{named_ranks(alike, self._group.ranks)} read the same batches: their first {_COMPARED_STEPS} "
                 "batches were equal, so they compute the same gradients, and training gains nothing from the "
                 "additional ranks. Give the DataLoader sampler=paceline.DistributedSampler(dataset), or use another "
                 "seed for the batches on each rank",

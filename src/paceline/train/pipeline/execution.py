@@ -109,11 +109,7 @@ def _accumulate(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 class Stage:
-    """A pipeline stage, which consists of consecutive layers of a model.
-
-    Args:
-        layers: the layers, which are called sequentially; a tuple output is passed as separate arguments.
-    """
+    """A pipeline stage: consecutive layers of a model. A layer's tuple output is passed on as separate arguments."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._layers = layers
@@ -137,14 +133,8 @@ class Stage:
     ) -> Value:
         """Runs a forward pass and keeps its graph for the backward pass.
 
-        Args:
-            micro_batch: the index of the micro-batch.
-            value: the inputs.
-            ending: a function that computes the loss from the output of the last stage, or None in other stages.
-            is_split: whether to defer weight gradients until `weight` is called.
-
-        Returns:
-            The outputs, or the loss if `ending` is given, detached from the graph.
+        Returns the outputs, detached from the graph; in the last stage, returns the loss, which `ending` computes from
+        the output. If `is_split` is True, weight gradients are deferred until `weight` is called.
         """
         inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in value)
         if is_split:
@@ -159,14 +149,9 @@ class Stage:
         return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
 
     def backward(self, micro_batch: int, grads: Value) -> Value:
-        """Runs the backward pass for a micro-batch.
+        """Runs the backward pass for a micro-batch; returns the gradients of those inputs that require one.
 
-        Args:
-            micro_batch: the index of the micro-batch.
-            grads: the gradients of those outputs that require one, or () if the output is a loss.
-
-        Returns:
-            The gradients of those inputs that require one.
+        `grads` contains the gradients of those outputs that require one, and is empty if the output is a loss.
         """
         inputs, outputs = self._forwards.pop(micro_batch)
         trained = [output for output in outputs if output.requires_grad]
@@ -211,17 +196,11 @@ class Forms:
 
 
 class StageTransport:
-    """Sends and receives a rank's messages.
-
-    Args:
-        group: the ranks in the pipeline.
-        micro_batches: the number of micro-batches, which is used to compute message tags.
-        device: the device for received tensors.
-    """
+    """Sends and receives a rank's messages; received tensors are on `device`."""
 
     def __init__(self, group: ProcessGroup, micro_batches: int, device: torch.device) -> None:
         self._group = group
-        self._micro_batches = micro_batches
+        self._micro_batches = micro_batches  # determines the tags of messages
         self._device = device
         self._sending: deque[tuple[Work, ...]] = deque()
         self._posted: dict[StageMessage, tuple[Value, list[Work]]] = {}
@@ -328,7 +307,7 @@ class Execution:
         rank: the index of this rank in the pipeline.
         stages: this rank's stages, by stage number.
         transport: the transport for messages.
-        forms: the message forms for this batch size.
+        forms: the forms of the messages for this batch size.
         inputs: the micro-batches, if this rank has the first stage.
         endings: the loss function for each micro-batch, if this rank has the last stage and a backward pass will
             follow.
@@ -355,13 +334,12 @@ class Execution:
         self._has_gradients = has_gradients
         self._values = {(MessageContent.ACTIVATION, -1, number): value for number, value in enumerate(inputs)}
         self._outputs: list[Value] = []
-        phases = {task.phase for task in self._plan.orders[rank]}
+        order = self._plan.orders[rank]
+        phases = {task.phase for task in order}
         self._is_split = PipelinePhase.WEIGHT in phases
         self._is_training = len(phases) > 1
-        adds = [
-            task for task in self._plan.orders[rank] if task.phase in (PipelinePhase.BACKWARD, PipelinePhase.WEIGHT)
-        ]
-        self._last_adds = set({task.stage: task for task in adds}.values())
+        adds = {task.stage: task for task in order if task.phase in (PipelinePhase.BACKWARD, PipelinePhase.WEIGHT)}
+        self._last_adds = set(adds.values())
 
     def run(self) -> list[Value]:
         """Runs all steps; returns each micro-batch's output or loss on the last stage's rank, and [] on other ranks."""

@@ -44,14 +44,8 @@ def agreed_rows(
 ) -> int:
     """Returns the number of samples in the batch; all ranks must call this function.
 
-    Args:
-        group: the ranks in the pipeline.
-        plan: the schedule.
-        inputs: the batch on the rank with the first stage; None on other ranks.
-        targets: the targets on the rank with the last stage; None on other ranks, and if no loss is computed.
-
-    Raises:
-        ValueError: inputs or targets are missing, or their sizes do not match; raised on all ranks.
+    Only the rank with the first stage passes `inputs`, and only the rank with the last stage passes `targets`, unless
+    no loss is computed. If any are missing, or their sizes do not match, all ranks raise ValueError.
     """
     mine = torch.tensor([_rows_of_batch(inputs), _rows_of_batch(targets)], device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
@@ -94,14 +88,8 @@ def _rows_of_batch(batch: Sequence[torch.Tensor] | None) -> int:
 def into_stages(layers: Sequence[nn.Module], stages: int, split: Sequence[int] | None) -> list[list[int]]:
     """Groups layers into stages; returns a list of layer indices for each stage.
 
-    Args:
-        layers: the layers of the model.
-        stages: the number of stages.
-        split: the number of layers in each stage. If None, the largest stage is as small as possible; the size of a
-            layer is its number of parameters plus one.
-
-    Raises:
-        ValueError: there are fewer layers than stages, or `split` does not match the layers and stages.
+    If `split`, the number of layers in each stage, is None, the largest stage is as small as possible; the size of a
+    layer is its number of parameters plus one.
     """
     if split is not None:
         if len(split) != stages or sum(split) != len(layers) or min(split) < 1:
@@ -403,15 +391,10 @@ class ParameterIndex:
 
 @dataclass(frozen=True)
 class UndividedModel:
-    """The names in a model before its layers were divided among ranks.
+    """The names in a model before its layers were divided among ranks."""
 
-    Attributes:
-        names: a mapping from layer names in the `Pipeline` to names in this model.
-        keys: the keys in the model's `state_dict()`.
-    """
-
-    names: Mapping[str, str]
-    keys: frozenset[str]
+    names: Mapping[str, str]  # from layer names in the `Pipeline` to names in this model
+    keys: frozenset[str]  # the keys in the model's `state_dict()`
 
     def key_of(self, key: str) -> str:
         """Converts a key in the Pipeline's `state_dict` to the corresponding key in the whole model."""
@@ -422,10 +405,7 @@ class UndividedModel:
 def describe_undivided(names: Sequence[str], layers: Sequence[nn.Module], whole: nn.Module | None) -> UndividedModel:
     """Describes the whole model, and attaches a ParameterIndex to each parameter.
 
-    Args:
-        names: the names of the layers in the Pipeline.
-        layers: all layers of the pipeline.
-        whole: the model to which the layers belong; None if the names of the layers are the same in the model.
+    `names` are the names of the layers in the Pipeline; if `whole` is None, their names in the model are the same.
 
     Raises:
         ValueError: a layer is not in the whole model, or a tensor in the whole model is not in any layer.

@@ -49,19 +49,12 @@ class Task:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The computations of each rank in a step.
-
-    Attributes:
-        name: the name of the schedule.
-        ranks_of_stages: for each stage, the rank that computes it.
-        micro_batches: the number of micro-batches per batch.
-        orders: for each rank, its tasks in the order of execution.
-    """
+    """The computations of each rank in a step."""
 
     name: str
-    ranks_of_stages: tuple[int, ...]
-    micro_batches: int
-    orders: tuple[tuple[Task, ...], ...]
+    ranks_of_stages: tuple[int, ...]  # for each stage, the rank that computes it
+    micro_batches: int  # the number of micro-batches per batch
+    orders: tuple[tuple[Task, ...], ...]  # for each rank, its tasks in the order of execution
 
     @property
     def stages(self) -> int:
@@ -77,23 +70,23 @@ class PipelineSchedule:
 def gpipe(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
     """Creates a schedule that runs all forward passes first, and therefore keeps all activations."""
     _require_single(stages_per_rank, "gpipe")
-    orders = []
-    for rank in range(ranks):
-        forwards = [Task(rank, each, PipelinePhase.FORWARD) for each in range(micro_batches)]
-        orders.append((*forwards, *(Task(rank, each, PipelinePhase.BACKWARD) for each in range(micro_batches))))
-    return PipelineSchedule("gpipe", tuple(range(ranks)), micro_batches, tuple(orders))
+    return _one_stage_per_rank("gpipe", micro_batches, [micro_batches] * ranks)
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
     """Creates a schedule in which rank r keeps the activations of at most `ranks - r` micro-batches."""
     _require_single(stages_per_rank, "1f1b")
+    return _one_stage_per_rank("1f1b", micro_batches, [min(ranks - 1 - rank, micro_batches) for rank in range(ranks)])
+
+
+def _one_stage_per_rank(name: str, micro_batches: int, ahead: list[int]) -> PipelineSchedule:
+    """Creates a schedule in which rank r alternates between the phases after its first `ahead[r]` forward passes."""
     orders = []
-    for rank in range(ranks):
-        ahead = min(ranks - 1 - rank, micro_batches)
-        forwards = [Task(rank, each, PipelinePhase.FORWARD) for each in range(micro_batches)]
-        backwards = [Task(rank, each, PipelinePhase.BACKWARD) for each in range(micro_batches)]
-        orders.append(_alternated(forwards, backwards, ahead))
-    return PipelineSchedule("1f1b", tuple(range(ranks)), micro_batches, tuple(orders))
+    for rank, first in enumerate(ahead):
+        forwards = [Task(rank, number, PipelinePhase.FORWARD) for number in range(micro_batches)]
+        backwards = [Task(rank, number, PipelinePhase.BACKWARD) for number in range(micro_batches)]
+        orders.append(_alternated(forwards, backwards, first))
+    return PipelineSchedule(name, tuple(range(len(ahead))), micro_batches, tuple(orders))
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
@@ -119,8 +112,8 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Pip
             return Task(chunk * ranks + rank, round_ * ranks + micro_batch, phase)
 
         ahead = min(2 * (ranks - 1 - rank) + (stages_per_rank - 1) * ranks, each_phase)
-        forwards = [nth(each, True) for each in range(each_phase)]
-        backwards = [nth(each, False) for each in range(each_phase)]
+        forwards = [nth(number, True) for number in range(each_phase)]
+        backwards = [nth(number, False) for number in range(each_phase)]
         orders.append(_alternated(forwards, backwards, ahead))
     placed = tuple(stage % ranks for stage in range(ranks * stages_per_rank))
     return PipelineSchedule("interleaved", placed, micro_batches, tuple(orders))
@@ -135,16 +128,15 @@ def zero_bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Pip
     orders = []
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, micro_batches)
-        order: list[Task] = [Task(rank, each, PipelinePhase.FORWARD) for each in range(ahead)]
-        weights = 0
-        for each in range(micro_batches):
-            if ahead + each < micro_batches:
-                order.append(Task(rank, ahead + each, PipelinePhase.FORWARD))
-            order.append(Task(rank, each, PipelinePhase.INPUT))
-            if each >= rank:
-                order.append(Task(rank, weights, PipelinePhase.WEIGHT))
-                weights += 1
-        order += [Task(rank, each, PipelinePhase.WEIGHT) for each in range(weights, micro_batches)]
+        order = [Task(rank, number, PipelinePhase.FORWARD) for number in range(ahead)]
+        for number in range(micro_batches):
+            if ahead + number < micro_batches:
+                order.append(Task(rank, ahead + number, PipelinePhase.FORWARD))
+            order.append(Task(rank, number, PipelinePhase.INPUT))
+            if number >= rank:
+                order.append(Task(rank, number - rank, PipelinePhase.WEIGHT))
+        deferred = range(max(0, micro_batches - rank), micro_batches)
+        order += [Task(rank, number, PipelinePhase.WEIGHT) for number in deferred]
         orders.append(tuple(order))
     return PipelineSchedule("zero_bubble", tuple(range(ranks)), micro_batches, tuple(orders))
 
@@ -202,12 +194,8 @@ class MessageContent(Enum):
 class StageMessage:
     """A message between two stages on different ranks.
 
-    Attributes:
-        content: the type of content.
-        stage: the sending stage. An activation is this stage's output; a gradient is the gradient of its input.
-        micro_batch: the index of the micro-batch.
-        source: the sending rank.
-        target: the receiving rank.
+    An activation is the output of the sending `stage`; a gradient is the gradient of its input. `source` and `target`
+    are ranks.
     """
 
     content: MessageContent
@@ -245,15 +233,10 @@ Step = Task | StageTransfer
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """All tasks and transfers of all ranks in a step.
-
-    Attributes:
-        plan: the schedule.
-        steps: for each rank, its tasks and transfers in order.
-    """
+    """All tasks and transfers of all ranks in a step."""
 
     plan: PipelineSchedule
-    steps: tuple[tuple[Step, ...], ...]
+    steps: tuple[tuple[Step, ...], ...]  # for each rank, its tasks and transfers in order
 
 
 def message_needed_by(task: Task, plan: PipelineSchedule) -> StageMessage | None:
@@ -276,13 +259,10 @@ def _message(task: Task, source: int, target: int, plan: PipelineSchedule) -> St
 
 
 def program_of(plan: PipelineSchedule, posted_ahead: int = 1) -> PipelineProgram:
-    """Adds messages to a schedule.
+    """Adds messages to a schedule; each rank posts `posted_ahead` receives in advance.
 
-    Args:
-        plan: the schedule.
-        posted_ahead: the number of receives that a rank posts in advance. With 1, a message can arrive while the rank
-            computes earlier tasks. With 0, a rank posts a receive immediately before it waits for the message, and the
-            program completes even if a rank's messages block one another.
+    With 1, a message can arrive while the rank computes earlier tasks. With 0, a rank posts a receive immediately
+    before it waits for the message, and the program completes even if a rank's messages block one another.
     """
     return PipelineProgram(plan, tuple(_of_rank(order, plan, posted_ahead) for order in plan.orders))
 
@@ -308,18 +288,7 @@ class PipelineFaultError(Exception):
     """Raised if a pipeline's schedule or program is incorrect."""
 
 
-@dataclass(frozen=True)
-class VerifiedProgram:
-    """Properties of a correct program.
-
-    Attributes:
-        most_kept: for each rank, the maximum number of activations (one per micro-batch and stage) that it keeps.
-    """
-
-    most_kept: tuple[int, ...]
-
-
-def verify_program(program: PipelineProgram, blocks: bool = False) -> VerifiedProgram:
+def verify_program(program: PipelineProgram, blocks: bool = False) -> tuple[int, ...]:
     """Checks that a program contains all tasks, respects dependencies, sends each message once, and cannot hang.
 
     Args:
@@ -327,6 +296,9 @@ def verify_program(program: PipelineProgram, blocks: bool = False) -> VerifiedPr
         blocks: whether messages block one another, as in some libraries but not in Paceline. If True, each rank's sends
             complete in order, its receives complete in order, and a send completes only when it is received. A program
             that completes under these rules does not post any receive too early.
+
+    Returns:
+        For each rank, the maximum number of activations (one per micro-batch and stage) that it keeps.
 
     Raises:
         PipelineFaultError: a check failed. The error message identifies the task or message or, if the program hangs,
@@ -336,7 +308,7 @@ def verify_program(program: PipelineProgram, blocks: bool = False) -> VerifiedPr
     _require_all_tasks(plan)
     _require_all_messages(program)
     _run(program, blocks)
-    return VerifiedProgram(tuple(_most_kept(order) for order in plan.orders))
+    return tuple(_most_kept(order) for order in plan.orders)
 
 
 def _require_all_tasks(plan: PipelineSchedule) -> None:
@@ -436,32 +408,31 @@ def _deliver(ranks: list[_Rank], arrived: set[StageMessage], blocks: bool) -> bo
 def _is_possible(step: Step, plan: PipelineSchedule, computed: set[Task], arrived: set[StageMessage]) -> bool:
     if isinstance(step, StageTransfer):
         return step.action is not Action.AWAIT or step.message in arrived
-    missing = [tasks for tasks in _before(step, plan) if computed.isdisjoint(tasks)]
-    if missing and all(plan.ranks_of_stages[t.stage] == plan.ranks_of_stages[step.stage] for t in missing[0]):
-        raise PipelineFaultError(f"{plan.name}: task {step} comes before {missing[0][0]} on its own rank")
+    for tasks in _dependencies(step, plan):
+        if _are_on_one_rank(tasks[0], step, plan) and computed.isdisjoint(tasks):
+            raise PipelineFaultError(f"{plan.name}: task {step} comes before {tasks[0]} on its own rank")
     message = message_needed_by(step, plan)
     if message is not None and message not in arrived:
         raise PipelineFaultError(f"{plan.name}: task {step} does not wait for {message}")
     return True
 
 
-def _before(task: Task, plan: PipelineSchedule) -> list[tuple[Task, ...]]:
-    """Returns a task's dependencies on the same rank. At least one task in each tuple must be complete."""
+def _dependencies(task: Task, plan: PipelineSchedule) -> list[tuple[Task, ...]]:
+    """Returns a task's dependencies. At least one task in each tuple, whose tasks have one stage, must be complete."""
     stage, micro_batch = task.stage, task.micro_batch
     if task.phase is PipelinePhase.WEIGHT:
         return [(Task(stage, micro_batch, PipelinePhase.INPUT),)]
-    own: list[tuple[Task, ...]] = []
-    if task.phase is not PipelinePhase.FORWARD:
-        own.append((Task(stage, micro_batch, PipelinePhase.FORWARD),))
-    if message_needed_by(task, plan) is not None:
-        return own
-    if task.phase is PipelinePhase.FORWARD and stage > 0:
-        own.append((Task(stage - 1, micro_batch, PipelinePhase.FORWARD),))
-    if task.phase is not PipelinePhase.FORWARD and stage < plan.stages - 1:
-        own.append(
-            (Task(stage + 1, micro_batch, PipelinePhase.BACKWARD), Task(stage + 1, micro_batch, PipelinePhase.INPUT))
-        )
-    return own
+    if task.phase is PipelinePhase.FORWARD:
+        return [(Task(stage - 1, micro_batch, PipelinePhase.FORWARD),)] if stage > 0 else []
+    forward = (Task(stage, micro_batch, PipelinePhase.FORWARD),)
+    if stage == plan.stages - 1:
+        return [forward]
+    later = [Task(stage + 1, micro_batch, phase) for phase in (PipelinePhase.BACKWARD, PipelinePhase.INPUT)]
+    return [forward, tuple(later)]
+
+
+def _are_on_one_rank(first: Task, second: Task, plan: PipelineSchedule) -> bool:
+    return plan.ranks_of_stages[first.stage] == plan.ranks_of_stages[second.stage]
 
 
 def _most_kept(order: tuple[Task, ...]) -> int:
@@ -488,17 +459,11 @@ UNIT: Mapping[PipelinePhase, float] = {
 
 @dataclass(frozen=True)
 class PipelineTiming:
-    """The times of a schedule's tasks, in seconds from the start of the first task.
-
-    Attributes:
-        begins: the time at which each task starts.
-        ends: the time at which each task ends.
-        busy: the total time that each rank spends computing.
-    """
+    """The times of a schedule's tasks, in seconds from the start of the first task."""
 
     begins: Mapping[Task, float]
     ends: Mapping[Task, float]
-    busy: tuple[float, ...]
+    busy: tuple[float, ...]  # for each rank, the total time that it spends computing
 
     @property
     def length(self) -> float:
@@ -543,18 +508,10 @@ def simulate(
 
 def _ready(task: Task, plan: PipelineSchedule, ends: Mapping[Task, float], message_s: float) -> float | None:
     """Returns the time at which a task's inputs are available, or None if the time cannot be computed yet."""
-    message = message_needed_by(task, plan)
-    travels = 0.0 if message is None else message_s
-    if task.phase is PipelinePhase.WEIGHT:
-        return ends.get(Task(task.stage, task.micro_batch, PipelinePhase.INPUT))
-    if task.phase is PipelinePhase.FORWARD:
-        if task.stage == 0:
-            return 0.0
-        end = ends.get(Task(task.stage - 1, task.micro_batch, PipelinePhase.FORWARD))
-        return None if end is None else end + travels
-    own = ends.get(Task(task.stage, task.micro_batch, PipelinePhase.FORWARD))
-    if task.stage == plan.stages - 1 or own is None:
-        return own
-    later = Task(task.stage + 1, task.micro_batch, PipelinePhase.BACKWARD)
-    end = ends.get(later, ends.get(Task(task.stage + 1, task.micro_batch, PipelinePhase.INPUT)))
-    return None if end is None else max(own, end + travels)
+    ready = 0.0
+    for tasks in _dependencies(task, plan):
+        end = next((ends[before] for before in tasks if before in ends), None)
+        if end is None:
+            return None
+        ready = max(ready, end if _are_on_one_rank(tasks[0], task, plan) else end + message_s)
+    return ready

@@ -15,6 +15,7 @@ from paceline.train.checks.replica_check import (
     ReplicaDifference,
     compare_digests,
     differing_names,
+    digests_of_part,
     optimizers_part,
     random_part,
 )
@@ -77,18 +78,18 @@ def test_an_optimizers_settings_and_states_have_names():
     params = dict(module.named_parameters())
     part = optimizers_part([stepped(module, 0.2)], params, DeviceDigests())
     other = optimizers_part([stepped(module, 0.3)], params, DeviceDigests())
-    assert part.digests().shape == other.digests().shape
-    assert "'momentum_buffer' of SGD for 'weight'" in part.values
-    assert "'lr' of SGD's group 1" in [name for name in part.values if part.values[name] != other.values[name]]
+    assert digests_of_part(part).shape == digests_of_part(other).shape
+    assert "'momentum_buffer' of SGD for 'weight'" in part
+    assert "'lr' of SGD's group 1" in [name for name in part if part[name] != other[name]]
 
 
 def test_optimizers_of_other_modules_are_left_out():
     module = nn.Linear(2, 2)
-    assert optimizers_part([stepped(module)], dict(nn.Linear(2, 2).named_parameters()), DeviceDigests()).values == {}
+    assert optimizers_part([stepped(module)], dict(nn.Linear(2, 2).named_parameters()), DeviceDigests()) == {}
 
 
 def test_random_states_differ_after_a_draw():
     before = random_part()
     torch.rand(1)
     after = random_part()
-    assert [name for name in before.values if before.values[name] != after.values[name]] == ["torch's random state"]
+    assert [name for name in before if before[name] != after[name]] == ["torch's random state"]
