@@ -67,7 +67,8 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
     count = min([len(devices), *(_chunks(size, len(devices)) for size in sizes)])
 
     def part(index: int) -> object:
-        return _map_leaves(value, lambda leaf: _part(leaf, index, count, dim, to_device(devices[index])))
+        device = to_device(devices[index])
+        return map_tensors(value, lambda leaf: _part(leaf, index, count, dim, device), (torch.Tensor, PackedSequence))
 
     return [part(index) for index in range(count)]
 
@@ -128,23 +129,14 @@ def concatenate(outputs: Sequence[object], device: torch.device | None, dim: int
 _Leaf = torch.Tensor | PackedSequence
 
 
-def _map_leaves(value: object, change: Callable[[_Leaf], object]) -> object:
-    if isinstance(value, (torch.Tensor, PackedSequence)):
+def map_tensors(value: object, change: Callable[[Any], object], leaves: tuple[type, ...] = (torch.Tensor,)) -> object:
+    """Copies a nested structure of lists, tuples, mappings and dataclasses, applying `change` to its `leaves`."""
+    if isinstance(value, leaves):
         return change(value)
     children = _children(value)
     if children is None:
         return value
-    return _with_children(value, {key: _map_leaves(child, change) for key, child in children.items()})
-
-
-def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
-    """Copies a nested structure of lists, tuples, mappings and dataclasses, applying `change` to its tensors."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    children = _children(value)
-    if children is None:
-        return value
-    return _with_children(value, {key: map_tensors(child, change) for key, child in children.items()})
+    return _with_children(value, {key: map_tensors(child, change, leaves) for key, child in children.items()})
 
 
 def _chunks(size: int, count: int) -> int:
@@ -268,11 +260,7 @@ def parallel_apply(
 
 
 class _ThreadModes:
-    """Captures the grad mode, inference mode, autocast state and streams of the current thread.
-
-    Args:
-        devices: the devices whose current streams are recorded.
-    """
+    """Captures the current thread's grad mode, inference mode, autocast state, and streams on `devices`."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._streams = {device: current_stream(device) for device in devices if device.type not in ("cpu", "meta")}
@@ -396,7 +384,7 @@ class DataParallel(nn.Module):
         """Calls the replicas with parts of the batch; non-tensor arguments are passed to every replica."""
         if not self.device_ids:
             return self.module(*args, **kwargs)
-        require_on(self.module, self.device_ids[0])
+        _require_on(self.module, self.device_ids[0])
         return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs)
 
 
@@ -438,12 +426,7 @@ def apply_on_devices(
     return gather(outputs, output_device, dim)
 
 
-def require_on(module: nn.Module, device: torch.device) -> None:
-    """Checks that all parameters and buffers of the module are on `device`.
-
-    Raises:
-        RuntimeError: a parameter or buffer is not on `device`; the message contains its name.
-    """
+def _require_on(module: nn.Module, device: torch.device) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device != device:
             raise RuntimeError(wrong_device_text(name, tensor, device))

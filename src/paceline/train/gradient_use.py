@@ -18,15 +18,11 @@ _USED = "_paceline_used"
 
 
 class GradientUse:
-    """Marks gradients as used, with a step hook that runs for all optimizers in this process.
-
-    Attributes:
-        has_seen_step: whether an optimizer has stepped since the first call to `follow`.
-    """
+    """Marks gradients as used, with a step hook that runs for all optimizers in this process."""
 
     def __init__(self) -> None:
         self._is_following = False
-        self.has_seen_step = False
+        self.has_seen_step = False  # whether an optimizer has stepped since the first call to `follow`
 
     def follow(self) -> None:
         """Starts marking the gradients that optimizers use; idempotent."""

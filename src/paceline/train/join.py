@@ -136,15 +136,12 @@ class Join:
             shadowed += 1
             if shadowed == _FAR_BEHIND:
                 warnings.warn(
-                    f"rank {self._me()} ran out of inputs {_FAR_BEHIND} steps before others, and waits for them; "
-                    "distribute the inputs more evenly",
+                    f"rank {self._group.me.rank} ran out of inputs {_FAR_BEHIND} steps before others, and waits for "
+                    "them; distribute the inputs more evenly",
                     stacklevel=2,
                 )
         for hook in self._hooks:
             hook.post_hook(shadowed == 0)
-
-    def _me(self) -> int:
-        return self._group.me.rank
 
     def _count_active(self) -> int:
         active = torch.zeros(1, device=self._device)
@@ -154,8 +151,8 @@ class Join:
     def _stop_all_ranks(self) -> None:
         self._group.all_reduce(torch.ones(1, device=self._device))
         raise RuntimeError(
-            f"rank {self._me()} ran out of inputs while other ranks have more, and throw_on_early_termination=True "
-            "requests to stop then; omit it to let them continue"
+            f"rank {self._group.me.rank} ran out of inputs while other ranks have more, and "
+            "throw_on_early_termination=True requests to stop then; omit it to let them continue"
         )
 
     @staticmethod

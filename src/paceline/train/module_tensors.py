@@ -36,11 +36,9 @@ def is_compiled(module: object) -> bool:
 
 
 def uncompiled_key(module: nn.Module, key: str) -> str:
-    """Returns the name that a tensor in a module has if neither the module nor a submodule is compiled.
+    """Returns the name that a tensor or submodule has if neither the module nor a submodule is compiled.
 
-    Args:
-        module: the module.
-        key: a name in the module's `state_dict`, `named_parameters`, `named_buffers` or `named_modules`.
+    `key` is the name in the module's `state_dict`, `named_parameters`, `named_buffers` or `named_modules`.
     """
     if _COMPILED not in key:
         return key
@@ -153,21 +151,13 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's DistributedDataParalle
 
 @dataclass(frozen=True)
 class TrackedTensors:
-    """The parameters and buffers of a module by name, excluding ignored tensors.
+    """The parameters and buffers of a module by name, excluding ignored tensors."""
 
-    Attributes:
-        trained: the parameters that require gradients.
-        frozen: the parameters that do not require gradients.
-        buffers: the module's buffers.
-        sparse: the names of the trained parameters that belong to layers with sparse gradients.
-        ignored: the names of the parameters and buffers that wrappers neither copy nor average.
-    """
-
-    trained: dict[str, nn.Parameter]
+    trained: dict[str, nn.Parameter]  # the parameters that require gradients
     frozen: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
-    sparse: frozenset[str]
-    ignored: frozenset[str]
+    sparse: frozenset[str]  # the names of the trained parameters that belong to layers with sparse gradients
+    ignored: frozenset[str]  # the names of the parameters and buffers that wrappers neither copy nor average
 
     def tensors(self, with_buffers: bool = True) -> list[torch.Tensor]:
         """Returns all parameters and, by default, the buffers; meta buffers are omitted because they have no values."""
@@ -178,11 +168,9 @@ class TrackedTensors:
 def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> TrackedTensors:
     """Collects a module's tensors in registration order; a tensor with several names is listed under the first name.
 
-    Args:
-        module: the module. Tensors whose names are listed in an attribute set by the module's class or by
-            `ignore_tensors` are ignored. As in torch, a parameter that several layers share is ignored only if all of
-            its names are listed.
-        also_ignored: the names of additional tensors to ignore; one name of a shared parameter suffices.
+    Tensors are ignored if the module's class, or `ignore_tensors`, has listed their names in an attribute. As in torch,
+    a parameter that several layers share is ignored only if all of its names are listed. Of the tensors in
+    `also_ignored`, one name suffices.
     """
     listed, also_listed = frozenset(getattr(module, _IGNORED, ())), frozenset(also_ignored)
     all_params = list(module.named_parameters(remove_duplicate=False))
@@ -228,11 +216,7 @@ def ignore_tensors(module: nn.Module, names: Iterable[str]) -> None:
 
 
 class ModuleWrapper(Protocol):
-    """An object that averages the gradients of a module.
-
-    Attributes:
-        module: the module.
-    """
+    """An object that averages the gradients of a module."""
 
     module: nn.Module
 

@@ -24,22 +24,15 @@ from paceline.train.module_tensors import TrackedTensors
 
 
 def require_module(module: object, function: str) -> None:
-    """Checks that an argument is a module.
-
-    Raises:
-        TypeError: the argument is not a module.
-    """
+    """Raises TypeError if the argument of `function` is not a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{function}: module is a {type(module).__name__}; it must be a torch.nn.Module")
 
 
 def require_unwrapped(module: nn.Module, function: str) -> None:
-    """Checks that the module, compiled or not, is not Paceline's or torch's `DistributedDataParallel`.
+    """Raises TypeError if the module, compiled or not, is Paceline's or torch's `DistributedDataParallel`.
 
     Both classes have an attribute that disables averaging; other modules do not.
-
-    Raises:
-        TypeError: the module averages gradients over the ranks.
     """
     if hasattr(module, "require_backward_grad_sync"):
         raise TypeError(f"{function} got a DistributedDataParallel, which averages over ranks; pass the module inside")
@@ -83,26 +76,15 @@ Entry = list[object]
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Information that each rank sends to all ranks before it wraps a module.
+    """Information that each rank sends to all ranks before it wraps a module."""
 
-    Attributes:
-        overlaps: whether this rank requests that reduction overlap with backward; None if this depends on the number of
-            cores.
-        host: the name of the host.
-        local_ranks: the number of ranks on the host, including ranks of other groups; 0 if unknown.
-        cores: the cores on which the rank can run.
-        quota: the CPU limit of the cgroup, in cores; 0 for no limit.
-        cgroup: a number that identifies the cgroup.
-        threads: the number of threads that torch uses.
-    """
-
-    overlaps: bool | None
+    overlaps: bool | None  # whether reduction should overlap with backward; None if this depends on the number of cores
     host: str
-    local_ranks: int
-    cores: list[int]
-    quota: float
-    cgroup: int
-    threads: int
+    local_ranks: int  # the number of ranks on the host, including ranks of other groups; 0 if unknown
+    cores: list[int]  # the cores on which the rank can run
+    quota: float  # the CPU limit of the cgroup, in cores; 0 for no limit
+    cgroup: int  # a number that identifies the cgroup
+    threads: int  # the number of threads that torch uses
 
 
 def describe_tensors(tracked: TrackedTensors) -> list[Entry]:
@@ -125,12 +107,7 @@ def require_same_module(
 ) -> list[RankFacts]:
     """Compares the model and its wrapper's options across ranks; returns the information about every rank.
 
-    Args:
-        tracked: the tensors of the module that this rank wraps.
-        options: the arguments that must be equal on every rank.
-        facts: the information about this rank.
-        problem: an error that keeps this rank from wrapping its module, or None. It is raised after all ranks have
-            received it.
+    If an error in `problem` keeps this rank from wrapping its module, it is raised after all ranks have received it.
 
     Raises:
         CollectiveMismatchError: models or options differ, or another rank has a problem; raised on every rank. If
@@ -204,12 +181,7 @@ def unsupported_reason(
 ) -> Exception | None:
     """Returns the error that prevents the module from being wrapped, or None.
 
-    Args:
-        tracked: the module's tensors.
-        group: the process group of the ranks.
-        device_ids: the wrapper's devices; the module must be on the first device.
-        output_device: the device of the outputs.
-        has_delayed: whether untracked parameters are averaged too; if so, tracked parameters are not required.
+    If `has_delayed` is True, untracked parameters are averaged too, and tracked parameters are not required.
     """
     absent = absent_device_text(device_ids, output_device)
     if absent is not None:

@@ -75,12 +75,7 @@ def phases_of(device: torch.device) -> DevicePhases:
 
 
 class RecordedSteps:
-    """Records the steps and backward passes of one wrapped module.
-
-    Args:
-        name: the name of the wrapper, such as "ddp".
-        device: the device of the module.
-    """
+    """Records the steps and backward passes of one wrapped module; `name` is that of the wrapper, such as "ddp"."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
@@ -117,8 +112,7 @@ class RecordedSteps:
 class RecordedBuckets:
     """Records the progress of gradient buckets, from the computation of their gradients until they are averaged.
 
-    Args:
-        name: the name of the wrapper, such as "ddp".
+    The `name` is that of the wrapper, such as "ddp".
     """
 
     def __init__(self, name: str) -> None:

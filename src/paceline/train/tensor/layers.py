@@ -65,8 +65,6 @@ def slice_of(parameter: torch.Tensor) -> WeightSlice | None:
     return found
 
 
-Gradients = tuple[torch.Tensor | None, ...]
-
 WHOLE = None
 """The layout of a replicated activation. The layout of a divided one is the dimension along which it is divided."""
 Layout = int | None
@@ -75,122 +73,72 @@ Layout = int | None
 @eager
 def copied(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Returns `tensor`; backward sums its gradient over the ranks, because each rank may use the tensor differently."""
-    return _applied(_CopyFunction, tensor, group)
+    return _applied("copied", tensor, 0, 0, group)
 
 
 @eager
 def summed(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Returns the sum of the ranks' tensors."""
-    return _applied(_AllReduceFunction, tensor, group)
+    return _applied("summed", tensor, 0, 0, group)
 
 
 @eager
 def split(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Returns this rank's part of a replicated tensor."""
-    return _applied(_SplitFunction, tensor, dim % tensor.ndim, group)
+    return _applied("split", tensor, dim, tensor.size(dim), group)
 
 
 @eager
 def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
     """Concatenates the ranks' parts along `dim` up to size `length`; all ranks must use the result in the same way."""
-    return _applied(_AllGatherFunction, tensor, dim % tensor.ndim, length, group)
+    return _applied("joined", tensor, dim, length, group)
 
 
 @eager
 def joined_for_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
     """Concatenates the ranks' parts along `dim` up to size `length`, as input to a divided layer."""
-    return _applied(_InputAllGatherFunction, tensor, dim % tensor.ndim, length, group)
+    return _applied("joined_for_parts", tensor, dim, length, group)
 
 
 @eager
 def summed_into_parts(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Returns this rank's part of the sum of the ranks' tensors."""
-    return _applied(_ReduceScatterFunction, tensor, dim % tensor.ndim, group)
+    return _applied("summed_into_parts", tensor, dim, tensor.size(dim), group)
+
+
+def _applied(name: str, tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+    return cast(torch.Tensor, _Collective.apply(tensor, name, dim % max(1, tensor.ndim), length, group))  # type: ignore[no-untyped-call]
 
 
 @eager_methods
-class _CopyFunction(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+class _Collective(Function):
+    """The collective `name`; its backward pass is the collective that `_BACKWARD` assigns to it.
+
+    `length` is the size of the whole tensor along `dim`.
+    """
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_AllReduceFunction, grad, ctx.group), None
-
-
-@eager_methods
-class _AllReduceFunction(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _sum(tensor, group)
+    def forward(ctx: Any, tensor: torch.Tensor, name: str, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+        ctx.arguments = _BACKWARD[name], dim, length, group
+        return _FORWARD[name](tensor, dim, length, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_CopyFunction, grad, ctx.group), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _Collective.apply(grad, *ctx.arguments), None, None, None, None  # type: ignore[no-untyped-call]
 
 
-@eager_methods
-class _SplitFunction(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.length, ctx.group = dim, tensor.size(dim), group
-        return _own_part(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_AllGatherFunction, grad, ctx.dim, ctx.length, ctx.group), None, None
+def _view(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+    return tensor.view_as(tensor)
 
 
-@eager_methods
-class _AllGatherFunction(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _join(tensor, dim, length, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_SplitFunction, grad, ctx.dim, ctx.group), None, None, None
-
-
-@eager_methods
-class _InputAllGatherFunction(_AllGatherFunction):
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_ReduceScatterFunction, grad, ctx.dim, ctx.group), None, None, None
-
-
-@eager_methods
-class _ReduceScatterFunction(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.length, ctx.group = dim, tensor.size(dim), group
-        if dim == 0 and tensor.size(0) % group.size() == 0:
-            result = tensor.new_empty((tensor.size(0) // group.size(), *tensor.shape[1:]))
-            collectives.reduce_scatter_tensor(result, tensor.contiguous(), group=group)
-            return result
-        return _own_part(_sum(tensor, group), dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _applied(_InputAllGatherFunction, grad, ctx.dim, ctx.length, ctx.group), None, None
-
-
-def _applied(function: type[Function], *arguments: object) -> torch.Tensor:
-    return cast(torch.Tensor, function.apply(*arguments))
-
-
-def _sum(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def _sum(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
     result = tensor.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(result, group=group)
     return result
 
 
-def _own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-    start, stop = bounds(tensor.size(dim), group.size(), group.rank())
+def _own_part(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+    start, stop = bounds(length, group.size(), group.rank())
     return tensor.narrow(dim, start, stop - start).contiguous()
 
 
@@ -209,6 +157,32 @@ def _join(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> t
     collectives.all_gather_into_tensor(parts, own, group)
     whole = torch.cat([part[:size] for part, size in zip(parts, lengths, strict=True)])
     return whole.movedim(0, dim).contiguous()
+
+
+def _sum_into_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+    if dim == 0 and length % group.size() == 0:
+        result = tensor.new_empty((length // group.size(), *tensor.shape[1:]))
+        collectives.reduce_scatter_tensor(result, tensor.contiguous(), group=group)
+        return result
+    return _own_part(_sum(tensor, dim, length, group), dim, length, group)
+
+
+_FORWARD = {
+    "copied": _view,
+    "summed": _sum,
+    "split": _own_part,
+    "joined": _join,
+    "joined_for_parts": _join,
+    "summed_into_parts": _sum_into_parts,
+}
+_BACKWARD = {
+    "copied": "summed",
+    "summed": "copied",
+    "split": "joined",
+    "joined": "split",
+    "joined_for_parts": "summed_into_parts",
+    "summed_into_parts": "joined_for_parts",
+}
 
 
 def sum_of_parts(tensor: torch.Tensor, layout: Layout, group: ProcessGroup) -> torch.Tensor:
