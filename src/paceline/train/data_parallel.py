@@ -306,25 +306,21 @@ def replicate(module: nn.Module, devices: Sequence[Device], detach: bool = False
         copies |= {id(b): b if index == 0 else b.to(device, copy=True) for b in module.buffers()}
         mirrored: list[nn.Module] = [layer._replicate_for_data_parallel() for layer in modules]
         for original, replica in zip(modules, mirrored, strict=True):
-            children = (None if child is None else mirrored[number[id(child)]] for child in original._modules.values())
-            _fill(original, replica, copies, list(children))
+            for name, child in original._modules.items():
+                replica._modules[name] = None if child is None else mirrored[number[id(child)]]
+            _set_tensors(original, replica, copies)
         replicas.append(mirrored[0])
     return replicas
 
 
-def _fill(
-    original: nn.Module, replica: nn.Module, copies: dict[int, torch.Tensor], children: Sequence[nn.Module | None]
-) -> None:
-    former: dict[str, torch.Tensor | None] = {}
-    for name, child in zip(original._modules, children, strict=True):
-        replica._modules[name] = child
-    for name, param in original._parameters.items():
-        if param is None:
-            replica._parameters[name] = None
-        else:
+def _set_tensors(original: nn.Module, replica: nn.Module, copies: dict[int, torch.Tensor]) -> None:
+    former = {name: copies[id(param)] for name, param in original._parameters.items() if param is not None}
+    for name in original._parameters:
+        if name in former:
             # The copy is a plain attribute, because it is not a leaf tensor and therefore cannot be a parameter.
-            setattr(replica, name, copies[id(param)])
-            former[name] = copies[id(param)]
+            setattr(replica, name, former[name])
+        else:
+            replica._parameters[name] = None
     for name, buffer in original._buffers.items():
         replica._buffers[name] = None if buffer is None else copies[id(buffer)]
     replica.__dict__["_former_parameters"] = former  # torch's RNNs read this attribute

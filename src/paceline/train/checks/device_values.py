@@ -7,7 +7,7 @@ the numbers in a later step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,11 +63,11 @@ class DeviceNorms:
     def __bool__(self) -> bool:
         return bool(self._norms)
 
-    def add(self, role: str, positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    def add(self, role: str, numbered: Iterable[tuple[int, torch.Tensor | None]]) -> None:
         """Enqueues the norm computation of floating-point and complex tensors, labeled with role and position."""
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
-        for position, tensor in zip(positions, tensors, strict=True):
-            if tensor.numel() and (tensor.dtype in _FLOATS or tensor.is_complex()):
+        for position, tensor in numbered:
+            if tensor is not None and tensor.numel() and (tensor.dtype in _FLOATS or tensor.is_complex()):
                 found = kinds.setdefault((tensor.device, tensor.dtype), ([], []))
                 found[0].append(position)
                 found[1].append(tensor.detach())

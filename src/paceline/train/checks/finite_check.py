@@ -260,30 +260,31 @@ class GradientCheck:
         if not self._bytes:
             return
         started = time.perf_counter()
-        if not tensors[0].is_cpu:
-            self._look_on_device(names, tensors)
-            self._cost_s += time.perf_counter() - started
-            return
-        if self._bytes == _SOME_BYTES:
-            chosen = spread_out(len(pieces) // 2)
-            pieces = [number for index in chosen for number in pieces[2 * index : 2 * index + 2]]
-        seen = _Pieces(pieces, dtype, tensors)
-        self._seen.append(seen)
-        if self._has_non_finite([seen]):
-            self._note(names, tensors)
+        if tensors[0].is_cpu:
+            if self._bytes == _SOME_BYTES:
+                chosen = spread_out(len(pieces) // 2)
+                pieces = [number for index in chosen for number in pieces[2 * index : 2 * index + 2]]
+            seen = _Pieces(pieces, dtype, tensors)
+            self._seen.append(seen)
+            if self._has_non_finite([seen]):
+                self._note(zip(names, tensors, strict=False))
+        elif not is_capturing(tensors[0].device):
+            self._look_on_device(zip(names, tensors, strict=False))
+            self._seen_on_device += tensors  # the same memory is checked again after averaging
         self._cost_s += time.perf_counter() - started
 
-    def look_at(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    def look_at(self, named: Mapping[str, torch.Tensor]) -> None:
         """Checks gradients with any dtypes and layouts, including sparse ones, in the module's order."""
-        if self._bytes:
-            started = time.perf_counter()
-            on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
-            if len(on_cpu) < len(tensors):
-                on_device = [(name, at) for name, at in zip(names, tensors, strict=True) if not at.is_cpu]
-                self._look_on_device([name for name, _ in on_device], [tensor for _, tensor in on_device], keep=False)
-            if self._has_non_finite(self._chosen(on_cpu)):
-                self._note([name for name, at in zip(names, tensors, strict=True) if at.is_cpu], on_cpu)
-            self._cost_s += time.perf_counter() - started
+        if not self._bytes:
+            return
+        started = time.perf_counter()
+        on_cpu = {name: tensor for name, tensor in named.items() if tensor.is_cpu}
+        on_device = [(name, tensor) for name, tensor in named.items() if not tensor.is_cpu]
+        if on_device and not is_capturing(on_device[0][1].device):
+            self._look_on_device(on_device)
+        if self._has_non_finite(self._chosen(list(on_cpu.values()))):
+            self._note(on_cpu.items())
+        self._cost_s += time.perf_counter() - started
 
     def averaged(self, tensors: Sequence[torch.Tensor]) -> None:
         """Makes `end` also check these averages, which are stored outside the gradients' memory."""
@@ -291,16 +292,9 @@ class GradientCheck:
             self._seen += self._chosen([tensor for tensor in tensors if tensor.is_cpu])
             self._seen_on_device += [tensor for tensor in tensors if not tensor.is_cpu]
 
-    def _look_on_device(self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, keep: bool = True) -> None:
-        """Enqueues gradient norm computations; if `keep` is True, the same memory is checked again after averaging."""
-        if is_capturing(tensors[0].device):
-            return
-        values = [
-            (name, at) for name, tensor in zip(names, tensors, strict=False) if (at := numbers_of(tensor)) is not None
-        ]
-        self._norms.add("gradient", [self._positions[name] for name, _ in values], [at for _, at in values])
-        if keep:
-            self._seen_on_device += tensors
+    def _look_on_device(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        gradients = ((self._positions[name], numbers_of(tensor)) for name, tensor in named)
+        self._norms.add("gradient", gradients)
 
     def _chosen(self, tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
         """Selects the tensors to read in the check of the current backward pass."""
@@ -311,14 +305,12 @@ class GradientCheck:
     def _has_non_finite(self, pieces: Sequence[_Pieces]) -> bool:
         return any(piece.has_non_finite(self._bytes) for piece in pieces)
 
-    def _note(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    def _note(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Records the non-finite gradients, and enables the complete check for the rest of this backward pass."""
         self.has_found = True
         self._bytes = _ALL_BYTES
         if not self.history.has_warned:
-            self._found += find_non_finite(
-                (self._positions[name], name, tensor) for name, tensor in zip(names, tensors, strict=False)
-            )
+            self._found += find_non_finite((self._positions[name], name, tensor) for name, tensor in named)
 
     def forget(self) -> None:
         """Discards the findings from the current backward pass."""
@@ -366,10 +358,9 @@ class GradientCheck:
         if not self._norms:
             return
         seen = self._seen_on_device if averages is None else [average for average in averages if not average.is_cpu]
-        found = [values for tensor in seen if (values := numbers_of(tensor)) is not None]
-        self._norms.add("average", range(len(found)), found)
-        on_device = [(at, param) for at, param in enumerate(self._params) if not param.is_cpu and not param.is_meta]
-        self._norms.add("parameter", [at for at, _ in on_device], [param for _, param in on_device])
+        self._norms.add("average", enumerate(map(numbers_of, seen)))
+        on_device = ((at, param) for at, param in enumerate(self._params) if not param.is_cpu and not param.is_meta)
+        self._norms.add("parameter", on_device)
         self._cost_s += self._norms.nbytes / _DEVICE_BYTES_PER_S
         self._outcomes.append(DeviceOutcome(step, self._norms.enqueue_copies()))
 

@@ -38,8 +38,8 @@ class ModuleChecks:
     def look_at(self, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
         """Checks this rank's gradients, which may have any layout; None entries are skipped."""
         if self._gradients is not None:
-            found = {name: gradient for name, gradient in zip(names, gradients, strict=False) if gradient is not None}
-            self._gradients.look_at(list(found), list(found.values()))
+            known = zip(names, gradients, strict=False)
+            self._gradients.look_at({name: gradient for name, gradient in known if gradient is not None})
 
     def averaged(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Makes `end` also check these averages; see `GradientCheck.averaged`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import starmap
 
 import torch
 
@@ -132,22 +133,24 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
     padded[:count] = gradient
     quantized, scales = _quantize(padded, state.lost, state, index)
 
-    parts = [torch.empty(part, dtype=torch.int8, device=gradient.device) for _ in range(size)]
-    their_scales = [torch.empty(part // state.block_size, device=gradient.device) for _ in range(size)]
-    work = group.all_to_all(
-        [_bytes(q, s) for q, s in zip(parts, their_scales, strict=True)],
-        [_bytes(q, s) for q, s in zip(quantized.view(size, -1), scales.view(size, -1), strict=True)],
-        async_op=True,
-    )
+    # each part consists of integers and scales
+    mine = zip(quantized.view(size, -1), scales.view(size, -1), strict=True)
+    parts = [
+        (
+            torch.empty(part, dtype=torch.int8, device=gradient.device),
+            torch.empty(part // state.block_size, device=gradient.device),
+        )
+        for _ in range(size)
+    ]
+    received = list(starmap(_bytes, parts))
+    work = group.all_to_all(received, list(starmap(_bytes, mine)), async_op=True)
 
     def average_part(done: DeferredFuture[list[torch.Tensor]]) -> Reduced:
         done.value()
-        total = sum(_restore(q, s) for q, s in zip(parts, their_scales, strict=True))
+        total = sum(starmap(_restore, parts))
         assert isinstance(total, torch.Tensor)
-        mine, my_scales = _quantize(total / size, state.lost_of_average, state, index)
-        group.all_gather([_bytes(q, s) for q, s in zip(parts, their_scales, strict=True)], _bytes(mine, my_scales))
-        whole = torch.cat([_restore(q, s) for q, s in zip(parts, their_scales, strict=True)])
-        return whole[:count].to(gradient.dtype)
+        group.all_gather(received, _bytes(*_quantize(total / size, state.lost_of_average, state, index)))
+        return torch.cat(list(starmap(_restore, parts)))[:count].to(gradient.dtype)
 
     return future_of(work).then(average_part)
 

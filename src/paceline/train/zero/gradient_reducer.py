@@ -217,7 +217,9 @@ class ShardedGradientReducer:
     def _reduce(self, bucket: int, indices: Sequence[int]) -> None:
         self._recorded.ready(bucket, sum(self._params[index].nbytes for index in indices))
         if self._check is not None:
-            self._look(self._check, indices)
+            arrived = sorted(self._arrived.intersection(indices))
+            own = ((self._names[index], self._params[index].grad) for index in arrived)
+            self._check.look_at({name: gradient for name, gradient in own if gradient is not None})
         calls: dict[tuple[int, torch.dtype, torch.device], list[tuple[Shard, torch.Tensor]]] = {}
         for index in indices:
             for shard, gradient in self._take(index):
@@ -236,14 +238,6 @@ class ShardedGradientReducer:
         self._recorded.sent(bucket)
         self._done[bucket] = True
         self._reduced(bucket)
-
-    def _look(self, check: GradientCheck, indices: Sequence[int]) -> None:
-        own = [
-            (self._names[index], gradient)
-            for index in sorted(self._arrived.intersection(indices))
-            if (gradient := self._params[index].grad) is not None
-        ]
-        check.look_at([name for name, _ in own], [gradient for _, gradient in own])
 
     def _take(self, index: int) -> list[tuple[Shard, torch.Tensor]]:
         """Splits this rank's gradient into the owners' parts, whose memory the reduction overwrites."""

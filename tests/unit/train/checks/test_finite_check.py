@@ -60,8 +60,8 @@ def test_norms_of_a_device_tell_which_tensors_are_odd():
         torch.tensor([1e300], dtype=torch.float64),
     ]
     norms = DeviceNorms()
-    norms.add("gradient", range(3), tensors)
-    norms.add("average", range(4), others)
+    norms.add("gradient", enumerate(tensors))
+    norms.add("average", enumerate(others))
     (copy,) = norms.enqueue_copies()
     found = DeviceOutcome(5, [copy]).read()
     assert list(found["gradient"]) == [1, 2] and math.isnan(found["gradient"][1]) and math.isinf(found["gradient"][2])
