@@ -56,6 +56,11 @@ def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
     raise TypeError(f"{argument}: the argument must be a tensor or a list of tensors, not {kind_of(tensors)}")
 
 
+def unpack_single(tensors: Tensors) -> Tensors:
+    """Unpacks a list that contains a single tensor, because the fastest path of a call requires a bare tensor."""
+    return tensors[0] if not isinstance(tensors, torch.Tensor) and len(tensors) == 1 else tensors
+
+
 def require_tensors(call: str, **arguments: object) -> None:
     """Checks that each of a call's arguments, given by name, is a single tensor."""
     for name, value in arguments.items():

@@ -70,7 +70,6 @@ class _Debugger(pdb.Pdb):
         self._caller: FrameType | None = caller
 
     def interaction(self, frame: FrameType | None, *rest: TracebackType | None) -> None:
-        """Reads commands from the terminal."""
         frame, self._caller = self._caller or frame, None
         self.skip = {__name__}
         with _typing():

@@ -288,12 +288,7 @@ def get_rank(group: Group = None) -> int:
 
     In a process forked by a rank, such as a DataLoader worker, the parent's rank is returned.
     """
-    if group is None and (last := observed_world_size()) is not None:
-        return last
-    if group is None and (inherited := _inherited_world()) is not None:
-        return inherited[0]
-    resolved = resolve(group)
-    return -1 if resolved is None else resolved.rank()
+    return _rank_and_size(group)[0]
 
 
 def get_world_size(group: Group = None) -> int:
@@ -301,12 +296,16 @@ def get_world_size(group: Group = None) -> int:
 
     In a process forked by a rank, such as a DataLoader worker, the parent's world size is returned.
     """
-    if group is None and (last := observed_world_size()) is not None:
-        return last + 1
+    return _rank_and_size(group)[1]
+
+
+def _rank_and_size(group: Group) -> tuple[int, int]:
+    if group is None and _observed_size is not None:
+        return _observed_size, _observed_size + 1
     if group is None and (inherited := _inherited_world()) is not None:
-        return inherited[1]
+        return inherited
     resolved = resolve(group)
-    return -1 if resolved is None else resolved.size()
+    return (-1, -1) if resolved is None else (resolved.rank(), resolved.size())
 
 
 def get_backend(group: Group = None) -> str:

@@ -49,6 +49,7 @@ from paceline.comm.group.buffers import (
     dtype_code,
     empty_buffers,
     is_plain,
+    unpack_single,
 )
 from paceline.comm.group.call_plan import (
     QUICK_CODES,
@@ -658,7 +659,7 @@ class ProcessGroup:
     ) -> Work:
         """Reduces the tensors over all ranks, in place."""
         reduction, limit = reduction_of(opts if op is None else op), time_limit(opts, timeout)
-        return _as_work(self.all_reduce(_unpack_single(tensors), reduction, True, limit))
+        return _as_work(self.all_reduce(unpack_single(tensors), reduction, True, limit))
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: TorchOptions | None = None) -> Work:
         """Reduces tensors of several dtypes over all ranks, in place."""
@@ -676,7 +677,7 @@ class ProcessGroup:
     ) -> Work:
         """Gathers every rank's tensor on all ranks, into the entries of the single list in `output_tensors`."""
         outputs = one_list(output_tensors, "allgather")
-        return _as_work(self.all_gather(outputs, _unpack_single(input_tensors), True, time_limit(opts, timeout)))
+        return _as_work(self.all_gather(outputs, unpack_single(input_tensors), True, time_limit(opts, timeout)))
 
     def allgather_coalesced(
         self,
@@ -750,7 +751,7 @@ class ProcessGroup:
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Work:
         """Receives the first message to arrive; `source_rank()` of the returned work is the sender's group rank."""
-        return self.recv(_unpack_single(tensors), -1, tag, True)
+        return self.recv(unpack_single(tensors), -1, tag, True)
 
     # Aliases under which other releases of torch call these methods.
 
@@ -1083,8 +1084,3 @@ def _addresses(
 def _as_work(work: Work | None) -> Work:
     """Returns `work`, or a finished `Work` if `work` is None, as for a call without tensors."""
     return Work(None, "a call without tensors") if work is None else work
-
-
-def _unpack_single(tensors: Tensors) -> Tensors:
-    """Unpacks a list that contains a single tensor, because the fastest path requires a bare tensor."""
-    return tensors[0] if not isinstance(tensors, torch.Tensor) and len(tensors) == 1 else tensors

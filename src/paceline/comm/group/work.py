@@ -320,7 +320,6 @@ class _Countdown:
             then()
 
     def step(self) -> None:
-        """Counts a step; any thread may call this."""
         with self._lock:
             self._left -= 1
             last = self._left == 0

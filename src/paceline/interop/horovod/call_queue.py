@@ -180,9 +180,7 @@ class CallQueue:
         request.is_awaited = True
         with self._condition:
             self._enter(request)
-            is_next = self._take_turn()
-            if not is_next:
-                self._append(request, self._waiting)
+            is_next = self._take_turn(request, self._waiting)
         if is_next:
             self._execute(request)
         return self.result(request)
@@ -192,9 +190,7 @@ class CallQueue:
         request: CallRequest[None] = CallRequest(CallKind.BARRIER, [], lambda group: None)
         with self._condition:
             self._require_open()
-            is_next = self._take_turn()
-            if not is_next:
-                self._append(request, self._barriers)
+            is_next = self._take_turn(request, self._barriers)
         if is_next:
             self._execute(request)
         self.result(request)
@@ -260,9 +256,10 @@ class CallQueue:
         self._submitted += 1
         request.number = self._submitted
 
-    def _take_turn(self) -> bool:
-        """Reserves the queue for a call on the program's thread; returns False if another call is running or queued."""
+    def _take_turn(self, request: CallRequest[Result], queue: deque[CallRequest[Any]]) -> bool:
+        """Returns True if the program's thread executes the call; queues it if another call is running or queued."""
         if self._is_busy or self._waiting or self._barriers:
+            self._append(request, queue)
             return False
         self._is_busy = True
         return True

@@ -160,13 +160,10 @@ def reduction_request(
 
 
 class _Allreduce(Function):
-    """Autograd function that reduces copies of tensors over the ranks."""
-
     @staticmethod
     def forward(
         ctx: Any, how: ScaledReduction, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Returns new tensors."""
         ctx.how, ctx.process_set = how, process_set
         copies = _copies(tensors)
         process_set.calls().perform(reduction_request(copies, how, name, process_set, lambda: None))
@@ -355,13 +352,10 @@ def _broadcasting(
 
 
 class _Broadcast(Function):
-    """Autograd function that broadcasts the root's tensor."""
-
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
-        """Returns a new tensor."""
         ctx.root_rank, ctx.process_set = root_rank, process_set
         (copy,) = _copies([tensor], "broadcast")
         return process_set.calls().perform(_broadcasting(copy, root_rank, name, process_set))

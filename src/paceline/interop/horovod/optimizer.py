@@ -172,7 +172,6 @@ class HorovodGradientReducer:
 
 
 def _as_tensor(loss: object) -> torch.Tensor:
-    """Returns the loss detached from its graph; converts numbers to CPU tensors."""
     return loss.detach() if isinstance(loss, torch.Tensor) else torch.as_tensor(loss, device="cpu")
 
 

@@ -83,13 +83,10 @@ def _require_rows(tensors: Sequence[torch.Tensor], call: str) -> None:
 
 
 class _Allgather(Function):
-    """Autograd function that concatenates the tensors from all ranks."""
-
     @staticmethod
     def forward(
         ctx: Any, name: str | None, process_set: ProcessSet, call: str, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Returns new tensors."""
         request = _gather_request(tensors, name, lambda gathered: gathered, call)
         gathered: GatheredTensors = process_set.calls().perform(request)
         ctx.process_set, ctx.rows = process_set, gathered.rows
@@ -207,8 +204,6 @@ def _exchange_request(
 
 
 class _Alltoall(Function):
-    """Autograd function that sends rows to each rank."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -217,7 +212,6 @@ class _Alltoall(Function):
         name: str | None,
         process_set: ProcessSet,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the received rows and the number of rows from each rank."""
         output, received = process_set.calls().perform(_exchange_request(tensor, splits, name, process_set))
         ctx.process_set, ctx.received = process_set, received
         ctx.mark_non_differentiable(received)
@@ -225,7 +219,6 @@ class _Alltoall(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
-        """Sends the gradients back to the ranks that sent the rows."""
         return alltoall(grad, ctx.received, process_set=ctx.process_set)[0], None, None, None
 
 
@@ -304,13 +297,10 @@ def _share(whole: torch.Tensor, how: ScaledReduction, group: ProcessGroup) -> to
 
 
 class _Reducescatter(Function):
-    """Autograd function that reduces tensors over the ranks and returns this rank's rows."""
-
     @staticmethod
     def forward(
         ctx: Any, how: ScaledReduction, name: str | None, process_set: ProcessSet, call: str, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Returns new tensors."""
         ctx.how, ctx.process_set = how, process_set
         if how.by not in (Sum, Average):
             ctx.save_for_backward(*tensors)

@@ -21,8 +21,6 @@ _ASKS = re.compile(r"(?:\bwhich|\bcommand -v|\btype|\bhash|\bpkill|\bkillall|\bp
 
 @dataclass(frozen=True)
 class _Rule:
-    """A kind of command: a pattern and its replacement."""
-
     what: str
     pattern: re.Pattern[str]
     new: Callable[[re.Match[str]], str]
@@ -154,7 +152,6 @@ def _is_command(text: str, at: int) -> bool:
 
 
 def _reason(text: str, at: int) -> str | None:
-    """Returns the reason why the command at `at` requires manual changes, or None."""
     command = text[at : _end_of_command(text, at)]
     if _ETCD.search(command):
         return (

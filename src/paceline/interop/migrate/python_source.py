@@ -188,20 +188,13 @@ class _Collector(cst.CSTVisitor):
     def visit_Arg(self, node: cst.Arg) -> None:  # noqa: N802
         self._hide(node.keyword)
 
-    def visit_Param(self, node: cst.Param) -> None:  # noqa: N802
+    def _hide_name(self, node: cst.Param | cst.FunctionDef | cst.ClassDef | cst.NameItem) -> None:
         self._hide(node.name)
 
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802
-        self._hide(node.name)
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
-        self._hide(node.name)
+    visit_Param = visit_FunctionDef = visit_ClassDef = visit_NameItem = _hide_name  # noqa: N815
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:  # noqa: N802
         self._hide(node.target)
-
-    def visit_NameItem(self, node: cst.NameItem) -> None:  # noqa: N802
-        self._hide(node.name)
 
     def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
         self.found.calls[node.func] = node
@@ -239,7 +232,6 @@ class _Collector(cst.CSTVisitor):
 
 
 def _imports_in(scope: Scope | None, first: str) -> list[cst.Import | cst.ImportFrom]:
-    """Returns the import statements that bind `first` in a scope."""
     found = () if scope is None else scope[first]
     return [cast("cst.Import | cst.ImportFrom", item.node) for item in found if isinstance(item, ImportAssignment)]
 

@@ -97,42 +97,15 @@ class DeviceBackend(Backend):
 
     name = getBackendName
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout for all later calls."""
-        self.group.set_timeout(timeout)
-
-    _set_default_timeout = set_timeout
-
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         """Waits for all ranks; see `TorchProcessGroup.monitored_barrier`."""
         self.group.monitored_barrier(opts.timeout, wait_all_ranks)
 
-    def shutdown(self) -> None:
-        """Closes the group on this rank. Idempotent."""
-        self.group.shutdown()
 
-    def abort(self) -> None:
-        """Aborts all ranks' calls on CPU tensors; see `TorchProcessGroup.abort`."""
-        self.group.abort()
-
-    def get_error(self) -> Any:
-        """Returns the failure of the group for CPU tensors; see `TorchProcessGroup.get_error`."""
-        return self.group.get_error()
-
-    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Registers a hook for the group for CPU tensors; see `TorchProcessGroup.register_abort_hook`."""
-        self.group.register_abort_hook(hook_id, hook)
-
-    def unregister_abort_hook(self, hook_id: int) -> None:
-        """Removes the hook with this id."""
-        self.group.unregister_abort_hook(hook_id)
-
-
-def _forwarded(name: str) -> Callable[..., torch_dist.Work]:
+def _forwarded(name: str) -> Callable[..., Any]:
     @eager
-    def call(self: DeviceBackend, *args: Any) -> torch_dist.Work:
-        work: torch_dist.Work = getattr(self.group, name)(*args)
-        return work
+    def call(self: DeviceBackend, *args: Any) -> Any:
+        return getattr(self.group, name)(*args)
 
     return call
 
@@ -141,7 +114,8 @@ for _name in (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced"),
     *("all_gather_single", "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter"),
     *("reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall", "all_to_all_single"),
-    *("barrier", "send", "recv", "recv_anysource"),
+    *("barrier", "send", "recv", "recv_anysource", "set_timeout", "_set_default_timeout", "shutdown", "abort"),
+    *("get_error", "register_abort_hook", "unregister_abort_hook"),
 ):
     setattr(DeviceBackend, _name, _forwarded(_name))
 

@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import _world
 from paceline.comm.engine.api import choose, staged_types
 from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.engine.failures import OutcomeCode, ProcessIdentity, RankIdentity
-from paceline.comm.group.buffers import Tensors
+from paceline.comm.group.buffers import Tensors, unpack_single
 from paceline.comm.group.call_plan import one_list, parts_by_rank, reduction_of, time_limit
 from paceline.comm.group.collectives import coalesced, collectives
 from paceline.comm.group.default import World
@@ -159,11 +159,6 @@ class ClosedReason(Enum):
     NOT_MET = "not met"
 
 
-def _can_replace_shrink_group() -> bool:
-    """Returns True if this PyTorch release has a `shrink_group` that can be replaced."""
-    return hasattr(distributed_c10d, "shrink_group") and hasattr(distributed_c10d, _SHRINK_FACTORY)
-
-
 def _replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
     """Makes `shrink_group` return groups of class `kind` unchanged. Other groups are not affected.
 
@@ -217,7 +212,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     supports_window = False
     supports_reconfigure = True
     supports_abort_hooks = True
-    supports_shrinking = _can_replace_shrink_group()
+    supports_shrinking = hasattr(distributed_c10d, "shrink_group") and hasattr(distributed_c10d, _SHRINK_FACTORY)
     bound_device_id: torch.device | None = None
 
     _group = ConnectionDescriptor()
@@ -357,7 +352,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     ) -> TorchWork:
         """Reduces one tensor, or several tensors in one call, over all ranks."""
         by = reduction_of(opts if op is None else op)
-        return self._finish(opts, timeout, tensors, self._group.all_reduce, _only(tensors), by)
+        return self._finish(opts, timeout, tensors, self._group.all_reduce, unpack_single(tensors), by)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
         """Reduces tensors with different dtypes over all ranks."""
@@ -704,7 +699,6 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return torch_dist.group.WORLD is self
 
     def _adopt(self, rendezvous: GroupRendezvous, world: World) -> None:
-        """Takes ownership of `world`, a connected Paceline group."""
         self._rank, self._size, self._named = rendezvous.rank, rendezvous.size, rendezvous.named
         self._members = world.group.members
         self._world = world
@@ -738,11 +732,6 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return ValueError(
             f"{me} was destroyed (destroy_process_group); create a new one with init_process_group or new_group"
         )
-
-
-def _only(tensors: Tensors) -> Tensors:
-    """Unpacks a list with a single tensor, to enable the fast path of `all_reduce`."""
-    return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
 
 
 def _root(opts: Any) -> int:

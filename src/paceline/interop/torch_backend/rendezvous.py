@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -44,49 +44,24 @@ class StoreForTorch(TorchStore):
         super().__init__()
         self._store = store
 
-    def set(self, key: str, value: bytes | str) -> None:
-        """Sets `key` to `value`."""
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        """Returns the value of `key`; waits until it is set."""
-        return self._store.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds `amount` to the integer stored at `key`; returns the sum."""
-        return self._store.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        """Returns True if all `keys` exist now."""
-        return self._store.check(keys)
-
-    def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Sets `key` if its value equals `expected_value`; returns the value of `key` afterward."""
-        return self._store.compare_set(key, expected_value, desired_value)
-
-    def append(self, key: str, value: bytes | str) -> None:
-        """Appends `value` to the value of `key`."""
-        self._store.append(key, value)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Returns the values of `keys`; waits until all are set."""
-        return self._store.multi_get(keys)
-
-    def multi_set(self, keys: list[str], values: list[bytes | str]) -> None:
-        """Sets each of `keys` to the value at the same position."""
-        self._store.multi_set(keys, values)
-
     def has_extended_api(self) -> bool:
         """Returns True, because `append`, `multi_get` and `multi_set` are available."""
         return True
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all `keys` exist."""
-        self._store.wait(keys, timeout)
-
     def clone(self) -> StoreForTorch:
         """Returns the store itself, which is thread-safe."""
         return self
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def call(self: StoreForTorch, *args: Any, **options: Any) -> Any:
+        return getattr(self._store, name)(*args, **options)
+
+    return call
+
+
+for _name in ("set", "get", "add", "check", "compare_set", "append", "multi_get", "multi_set", "wait"):
+    setattr(StoreForTorch, _name, _forwarded(_name))
 
 
 def make_torch_default_group() -> None:

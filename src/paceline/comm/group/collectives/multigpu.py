@@ -255,12 +255,7 @@ def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) ->
     """
     first = tensors[0]
     code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
-    for index, tensor in enumerate(tensors):
-        if tensor.dtype != first.dtype or tensor.numel() != first.numel():
-            raise ValueError(
-                f"{call}: tensor {index} has {tensor.numel()} elements of {tensor.dtype}, tensor 0 has {first.numel()} "
-                f"of {first.dtype}; all tensors of a process must have the same size and type"
-            )
+    _require_alike(tensors, call, "tensors")
     if not isinstance(code, ReduceOp):
         raise TypeError(f"{call}: op must be a paceline.ReduceOp or a paceline.PremulSum, not {type(op).__name__}")
     if first.dtype not in DTYPE_CODES or not _core.reduces(DTYPE_CODES[first.dtype], code):

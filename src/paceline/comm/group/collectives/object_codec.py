@@ -299,7 +299,6 @@ def _has_containers(nodes: Collection[object]) -> bool:
 
 
 def _advice_for(value: object) -> str:
-    """Returns a message that describes `value` and suggests an alternative that can be sent."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return (
