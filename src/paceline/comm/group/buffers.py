@@ -168,27 +168,21 @@ class Buffers:
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Returns the address and the number of bytes of each tensor that the call reads."""
-        first = len(self.kept)
-        flat: list[int] = []
-        for tensor in tensors:
-            dense = tensor.detach() if self._usable(tensor) else self._copy(tensor)
-            self.kept.append(dense)
-            flat += (address_of(dense), dense.nbytes)
-        return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:], flat)
+        return self._pieces([tensor.detach() if self._usable(tensor) else self._copy(tensor) for tensor in tensors])
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Returns the address and the number of bytes of each tensor that the call writes or updates."""
-        first = len(self.kept)
-        flat: list[int] = []
         self.written += tensors
-        for tensor in tensors:
-            dense = tensor
-            if not self._usable(tensor):
-                dense = self._copy(tensor)
-                self._copy_back.append((tensor.detach(), dense))
-            self.kept.append(dense)
-            flat += (address_of(dense), dense.nbytes)
-        return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:], flat)
+        dense = [tensor if self._usable(tensor) else self._copy(tensor) for tensor in tensors]
+        self._copy_back += [
+            (tensor.detach(), copy) for tensor, copy in zip(tensors, dense, strict=True) if copy is not tensor
+        ]
+        return self._pieces(dense)
+
+    def _pieces(self, dense: list[torch.Tensor]) -> list[int]:
+        self.kept += dense
+        flat = [number for tensor in dense for number in (address_of(tensor), tensor.nbytes)]
+        return flat if not dense or dense[0].is_cpu else DevicePieces(dense, flat)
 
     @property
     def finish(self) -> Callable[[], None] | None:

@@ -123,10 +123,8 @@ def plan_all_reduce(tensors: Tensors, op: Reduction, timeout_ns: int, any_order:
     """Returns the plan for an all_reduce; see `Buffers` for `any_order`."""
     listed = as_list(tensors, "all_reduce")
     code, reduce_code, buffers = checked_reduction(listed, op, "all_reduce", any_order)
-    outputs = [buffers.write(listed)]
-    return CollectiveCall(
-        Operation.ALL_REDUCE, code, reduce_code, -1, count_elements(listed), timeout_ns, [], outputs
-    ), buffers
+    count, outputs = count_elements(listed), [buffers.write(listed)]
+    return CollectiveCall(Operation.ALL_REDUCE, code, reduce_code, -1, count, timeout_ns, [], outputs), buffers
 
 
 def plan_broadcast(
@@ -150,9 +148,8 @@ def plan_reduce(rank_map: RankMap, tensors: Tensors, root: int, op: Reduction, t
     listed = as_list(tensors, "reduce")
     code, reduce_code, buffers = checked_reduction(listed, op, "reduce")
     outputs = [buffers.write(listed) if rank_map.rank == root else buffers.read(listed)]
-    return CollectiveCall(
-        Operation.REDUCE, code, reduce_code, root, count_elements(listed), timeout_ns, [], outputs
-    ), buffers
+    count = count_elements(listed)
+    return CollectiveCall(Operation.REDUCE, code, reduce_code, root, count, timeout_ns, [], outputs), buffers
 
 
 def plan_all_gather(rank_map: RankMap, outputs: Sequence[Tensors], tensors: Tensors, timeout_ns: int) -> CallPlan:
@@ -251,11 +248,9 @@ def plan_scatter(
     count = count_elements(written)
     require_counts(read, count, rank_map, "scatter", "scatter_list")
     buffers = Buffers()
-    flat_inputs = [buffers.read(part) for part in read]
-    flat_outputs = [buffers.write(written)]
-    return CollectiveCall(
-        Operation.SCATTER, code, NO_REDUCTION, root, count, timeout_ns, flat_inputs, flat_outputs
-    ), buffers
+    flat_inputs, flat_outputs = [buffers.read(part) for part in read], [buffers.write(written)]
+    operation = Operation.SCATTER
+    return CollectiveCall(operation, code, NO_REDUCTION, root, count, timeout_ns, flat_inputs, flat_outputs), buffers
 
 
 def plan_all_to_all(
@@ -275,9 +270,8 @@ def plan_all_to_all(
     buffers = Buffers()
     flat_inputs = [buffers.read(part) for part in read]
     flat_outputs = [buffers.write(part) for part in written]
-    return CollectiveCall(
-        Operation.ALL_TO_ALL, code, NO_REDUCTION, -1, 0, timeout_ns, flat_inputs, flat_outputs
-    ), buffers
+    operation = Operation.ALL_TO_ALL
+    return CollectiveCall(operation, code, NO_REDUCTION, -1, 0, timeout_ns, flat_inputs, flat_outputs), buffers
 
 
 def plan_barrier(timeout_ns: int) -> CallPlan:

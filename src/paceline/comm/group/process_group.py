@@ -113,25 +113,23 @@ class ProcessGroup:
         opened: the engine's group for CPU tensors.
         members: the ranks in the group with their hosts and processes, in the order of their group ranks.
         group_rank: this process's rank in the group.
-        timeout: the time that calls wait for the other ranks.
-        name: the group's name in error messages.
-        backend: the backend's name, which `get_backend` returns.
+        timeout, name, backend, wire: see the attributes.
         openers: the functions that open the group on other devices, by device type.
         advice: the advice in error messages about tensors on a device without an opener; the default advice suggests an
             engine.
         engine_members: the members of the engine, if the engine connects more ranks than this group contains.
         identity: a number that identifies the group in recordings, the same on all members, or 0 if there is none.
-        wire: the format to which sums of floats are rounded between hosts, or None for exact sums.
 
     Attributes:
         rank_map: the members of the group, with conversions between group ranks and ranks in the default group.
         ranks: the members' ranks in the default group, in the order of their group ranks.
         name: the group's name in error messages.
-        backend: the backend's name.
+        backend: the backend's name, which `get_backend` returns.
         timeout_ns: the time that calls wait for the other ranks, in nanoseconds.
         bound_device_id: this rank's accelerator if `bind` has connected it, otherwise None.
         wire: the format to which all_reduce and reduce_scatter round floats between hosts unless a call passes a
-            `wire`. all_gather stays exact, because it often moves parameters, whose drift would go unnoticed.
+            `wire`, or None for exact sums. all_gather stays exact, because it often moves parameters, whose drift would
+            go unnoticed.
     """
 
     def __init__(

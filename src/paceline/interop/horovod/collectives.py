@@ -177,13 +177,17 @@ class _Allreduce(Function):
         if ctx.how.by in (Sum, Average):
             return None, None, None, *_reduced(ctx.how, None, ctx.process_set, grads)
         summed = _reduced(replace(ctx.how, by=Sum), None, ctx.process_set, grads)
-        slopes = [
-            reduction_derivative(tensor * ctx.how.before, ctx.how.by, ctx.process_set) for tensor in ctx.saved_tensors
-        ]
-        return None, None, None, *(grad * slope for grad, slope in zip(summed, slopes, strict=True))
+        return None, None, None, *times_derivatives(ctx, summed)
 
 
-def reduction_derivative(mine: torch.Tensor, by: ReduceOp, process_set: ProcessSet) -> torch.Tensor:
+def times_derivatives(ctx: Any, grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the gradients of a product, minimum or maximum with respect to the tensors saved in `ctx`."""
+    how, ranks = ctx.how, ctx.process_set
+    slopes = (_derivative(tensor * how.before, how.by, ranks) for tensor in ctx.saved_tensors)
+    return [grad * slope for grad, slope in zip(grads, slopes, strict=True)]
+
+
+def _derivative(mine: torch.Tensor, by: ReduceOp, process_set: ProcessSet) -> torch.Tensor:
     """Returns the derivative of a product, minimum or maximum over the ranks with respect to this rank's tensor."""
     if by is Product:
         factors = torch.stack([torch.ones_like(mine)] * process_set.size())

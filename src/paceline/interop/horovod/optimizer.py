@@ -171,10 +171,6 @@ class HorovodGradientReducer:
                 param.grad.copy_(result)
 
 
-def _as_tensor(loss: object) -> torch.Tensor:
-    return loss.detach() if isinstance(loss, torch.Tensor) else torch.as_tensor(loss, device="cpu")
-
-
 def _buckets(params: Sequence[torch.Tensor]) -> list[_Bucket]:
     """Divides the parameters into buckets by dtype, in reverse order, which approximates the backward pass's order."""
     buckets: list[_Bucket] = []
@@ -261,7 +257,8 @@ class _Distributed(torch.optim.Optimizer):
             self.synchronize()
             if self._reducer is None or loss is None:
                 return loss
-            mean = allreduce(_as_tensor(loss), process_set=self._process_set)
+            value = loss.detach() if isinstance(loss, torch.Tensor) else torch.as_tensor(loss, device="cpu")
+            mean = allreduce(value, process_set=self._process_set)
             return mean if isinstance(loss, torch.Tensor) else mean.item()
 
         result = super().step(reduced)

@@ -33,8 +33,8 @@ from paceline.interop.horovod.collectives import (
     grouped_allreduce,
     outputs_of,
     reduction,
-    reduction_derivative,
     scale_,
+    times_derivatives,
 )
 
 Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -314,11 +314,7 @@ class _Reducescatter(Function):
         factor = ctx.how.before * ctx.how.after * (ctx.process_set.size() if ctx.how.by is Sum else 1)
         gathered = grouped_allgather([grad * factor for grad in grads], None, ctx.process_set)
         if ctx.how.by not in (Sum, Average):
-            slopes = [
-                reduction_derivative(tensor * ctx.how.before, ctx.how.by, ctx.process_set)
-                for tensor in ctx.saved_tensors
-            ]
-            gathered = [grad * slope for grad, slope in zip(gathered, slopes, strict=True)]
+            gathered = times_derivatives(ctx, gathered)
         return None, None, None, None, *gathered
 
 

@@ -66,7 +66,7 @@ def migrate(paths: Sequence[Path], way: MigrationMode | None = None) -> Migrated
     """
     texts = {path: text for path in files_at(paths) if (text := _text(path)) is not None}
     scripts = {path: text for path, text in texts.items() if path.suffix == ".py"}
-    worth = {path: text for path, text in scripts.items() if _is_worth_reading(text)}
+    worth = {path: text for path, text in scripts.items() if any(word in text for word in _WORDS)}
     readings, group_users, unread = _readings(worth)
     for path, _ in unread:
         del worth[path]
@@ -116,10 +116,6 @@ def _text(path: Path) -> str | None:
             return file.read()
         except UnicodeDecodeError:
             return None
-
-
-def _is_worth_reading(text: str) -> bool:
-    return any(word in text for word in _WORDS)
 
 
 def _readings(

@@ -280,7 +280,8 @@ def _from_imports(
         if not module or new in _MODULES:
             result.append(import_statement(new, found.local))
         else:
-            alias = found.alias if found.name.rpartition(".")[2] == name else _renamed(found, name)
+            renamed = cst.ImportAlias(cst.Name(name), cst.AsName(cst.Name(found.local)))
+            alias = found.alias if found.name.rpartition(".")[2] == name else renamed
             moved.setdefault(module, []).append(alias)
     for module, aliases in moved.items():
         is_whole = not kept and not result and len(moved) == 1
@@ -294,10 +295,6 @@ def _from_imports(
 
 def _aliases(statement: cst.ImportFrom) -> list[cst.ImportAlias]:
     return [] if isinstance(statement.names, cst.ImportStar) else list(statement.names)
-
-
-def _renamed(imported: ImportedName, name: str) -> cst.ImportAlias:
-    return cst.ImportAlias(cst.Name(name), cst.AsName(cst.Name(imported.local)))
 
 
 def _module(name: str) -> cst.Attribute | cst.Name:

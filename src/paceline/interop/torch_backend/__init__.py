@@ -77,10 +77,18 @@ def lend_default_group() -> None:
     Raises:
         ValueError: Paceline's default group does not exist, or torch's default group already exists.
     """
-    from paceline.interop.torch_backend.rendezvous import make_torch_default_group
+    import torch.distributed as torch_dist
+
+    from paceline.comm.group.default import default_world
+    from paceline.comm.store.store import PrefixStore
+    from paceline.interop.torch_backend.rendezvous import StoreForTorch
 
     register()
-    make_torch_default_group()
+    world = default_world()
+    rank, size, timeout = world.group.rank(), world.group.size(), timedelta(seconds=world.timeout_s)
+    store = StoreForTorch(PrefixStore("torch", world.store))
+    torch_dist.init_process_group("paceline", store=store, rank=rank, world_size=size, timeout=timeout)
+    vars(torch_dist.group.WORLD)["lent_store"] = store  # torch's C++ code does not keep Python stores alive
 
 
 def replace_env_handler() -> None:

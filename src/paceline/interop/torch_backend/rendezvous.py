@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store as TorchStore
 from paceline.comm.engine.api import EngineContext, OpenGroup, choose
 from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.formation import Formation
-from paceline.comm.group.default import World, default_world
+from paceline.comm.group.default import World
 from paceline.comm.group.engines import Engines, Opener, identity_named
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.one_port.dialer import chosen_port
@@ -38,11 +38,19 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHARE_OF_WAIT = 0.001, 0.25, 1 / 16
 
 
 class StoreForTorch(TorchStore):
-    """A torch.distributed store backed by a Paceline store. Implements the methods that process groups use."""
+    """A torch.distributed store backed by a Paceline store.
+
+    Torch's `PrefixStore` does not forward calls on queues and `list_keys` to stores written in Python.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout for calls that wait."""
+        return self._store.timeout
 
     def has_extended_api(self) -> bool:
         """Returns True, because `append`, `multi_get` and `multi_set` are available."""
@@ -60,22 +68,25 @@ def _forwarded(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("set", "get", "add", "check", "compare_set", "append", "multi_get", "multi_set", "wait"):
+for _name in (
+    *(
+        "set",
+        "get",
+        "add",
+        "check",
+        "compare_set",
+        "append",
+        "multi_get",
+        "multi_set",
+        "wait",
+        "delete_key",
+        "num_keys",
+    ),
+    *("list_keys", "queue_push", "queue_pop", "queue_len", "barrier", "set_timeout"),
+):
     setattr(StoreForTorch, _name, _forwarded(_name))
-
-
-def make_torch_default_group() -> None:
-    """Creates torch's default group from Paceline's default group; see `lend_default_group`."""
-    world = default_world()
-    store = StoreForTorch(PrefixStore("torch", world.store))
-    torch_dist.init_process_group(
-        "paceline",
-        store=store,
-        rank=world.group.rank(),
-        world_size=world.group.size(),
-        timeout=timedelta(seconds=world.timeout_s),
-    )
-    vars(torch_dist.group.WORLD)["lent_store"] = store  # torch's C++ code does not keep Python stores alive
+for _name, _override in (("delete_key", "deleteKey"), ("num_keys", "getNumKeys")):
+    setattr(StoreForTorch, _override, _forwarded(_name))  # the names under which torch's C++ code calls these methods
 
 
 class StoreFromTorch(Store):
@@ -134,8 +145,6 @@ class GroupRendezvous:
 
     Attributes:
         store: Torch's store, without keys from an earlier rendezvous.
-        rank: The rank of this process.
-        size: The number of ranks.
         timeout: The timeout for calls on the group.
         named: The members' ranks in torch's default group, used in error messages.
         name: The group's name, used in error messages and to identify the group in recordings.

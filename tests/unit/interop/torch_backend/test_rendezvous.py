@@ -9,11 +9,18 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import FileStore, HashStore, TCPStore
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _world
 
+from paceline import HashStore as OwnHashStore
 from paceline.errors import RendezvousTimeoutError, StoreTimeoutError
-from paceline.interop.torch_backend.rendezvous import GroupRendezvous, StoreFromTorch, form_group, require_own_device
+from paceline.interop.torch_backend.rendezvous import (
+    GroupRendezvous,
+    StoreForTorch,
+    StoreFromTorch,
+    form_group,
+    require_own_device,
+)
 
 
 def rendezvous(name: str, rank: int = 0, occasion: str = "") -> GroupRendezvous:
@@ -28,6 +35,31 @@ def test_groups_of_the_same_ranks_have_different_identities():
 
 def test_all_members_have_the_same_identity():
     assert rendezvous("1", rank=0).identity == rendezvous("1", rank=1).identity
+
+
+@pytest.mark.parametrize("wrapped", [lambda store: store, lambda store: PrefixStore("prefix", store)])
+def test_a_store_for_torch_deletes_and_counts_keys(wrapped):
+    python_store = StoreForTorch(OwnHashStore())  # torch's C++ code does not keep it alive
+    store = wrapped(python_store)
+    store.set("a", "1")
+    store.set("b", "2")
+    assert store.delete_key("b")
+    assert not store.delete_key("b")
+    assert store.num_keys() == 1
+    assert store.get("a") == b"1"
+
+
+def test_a_store_for_torch_has_queues_and_a_timeout():
+    store = StoreForTorch(OwnHashStore())
+    store.set_timeout(timedelta(milliseconds=10))
+    assert store.timeout == timedelta(milliseconds=10)
+    with pytest.raises(StoreTimeoutError, match="absent"):
+        store.get("absent")
+    store.queue_push("queue", "1")
+    assert store.queue_len("queue") == 1
+    assert store.queue_pop("queue") == b"1"
+    store.set("a", "1")
+    assert store.list_keys() == ["a"]
 
 
 class LateStore:

@@ -418,9 +418,7 @@ def _gather(
     timeout: Timeout | None,
 ) -> None:
     """Gathers every rank's pieces into the root's `received`, in rank order; `received` is empty on other ranks."""
-    nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
-    inputs = [mine if rank == root else [] for rank in range(group.size())]
-    group.all_to_all(received if group.rank() == root else nothing, inputs, timeout=timeout)
+    group.all_to_all(received or [[]] * group.size(), _only_at(root, mine, group), timeout=timeout)
 
 
 def _scatter(
@@ -431,9 +429,11 @@ def _scatter(
     timeout: Timeout | None,
 ) -> None:
     """Sends the root's `pieces[r]` to rank r's `received`; `pieces` is empty on other ranks."""
-    nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
-    outputs = [received if rank == root else [] for rank in range(group.size())]
-    group.all_to_all(outputs, pieces if group.rank() == root else nothing, timeout=timeout)
+    group.all_to_all(_only_at(root, received, group), pieces or [[]] * group.size(), timeout=timeout)
+
+
+def _only_at(root: int, pieces: Sequence[torch.Tensor], group: ProcessGroup) -> list[Sequence[torch.Tensor]]:
+    return [pieces if rank == root else [] for rank in range(group.size())]
 
 
 def require_cpu(device: torch.device | str | None, call: str) -> None:
