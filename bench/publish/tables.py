@@ -89,7 +89,7 @@ def ratio(name: str, to: str, unit: str = "µs") -> Callable[[Mapping[str, Row]]
 
     def cell(contestants: Mapping[str, Row]) -> object:
         both = [contestants[each] for each in (name, to) if each in contestants]
-        # Stored ratios to a third contestant are preferred, because stored times are rounded to fewer digits.
+        # Stored ratios relative to a third library are preferred, because stored times are rounded to fewer digits.
         column = "ratio" if all(row.get("ratio") for row in both) else f"p50 {unit}"
         values = [row.get(column) for row in both]
         return values[0] / values[1] if len(values) == 2 and None not in values else None

@@ -28,7 +28,7 @@ struct WaitChainResult {
 
 class WaitChainSearch {
   public:
-    // Starts a search for the call `call`, which has waited for `waited_ns`; `timeout_ns` is its timeout.
+    // Starts a search that begins at `call`, which has been waiting for `waited_ns` and times out after `timeout_ns`.
     WaitChainSearch(WaitRegistry& registry, CallId call, std::int64_t timeout_ns, std::int64_t waited_ns);
     WaitChainSearch(const WaitChainSearch&) = delete;
     WaitChainSearch& operator=(const WaitChainSearch&) = delete;

@@ -122,7 +122,7 @@ bool Group::have_begun(const RankSet& ranks) const {
     return std::all_of(all.begin(), all.end(), [this](int rank) { return has_begun(rank); });
 }
 
-// Returns the cause that `rank` reported in the group or to the mesh when it left, if any.
+// Returns the cause, if any, that `rank` reported to the group, or to the mesh when it left the mesh.
 FailureCause Group::cause_of(int rank) const {
     const ControlPage& theirs = control(rank);
     if (theirs.exit_reason.load(std::memory_order_acquire) == ExitReason::left && theirs.failure_report.cause != 0)

@@ -51,7 +51,7 @@ class RegionExchange {
     const SocketName& listener_name() const { return listener_name_; }
     const SocketName& doorbell_name() const { return doorbell_name_; }
     int doorbell() const { return doorbell_; }
-    // Rings another rank's doorbell. If the doorbell is full, its rank has already been woken.
+    // Rings another rank's doorbell. If the doorbell's buffer is full, a wakeup is already pending for that rank.
     void ring(const SocketName& name) const;
 
     // Answers requests that contain this key, until `stop` is called.

@@ -27,7 +27,7 @@ EXPECTED: list[Event] = [
 
 
 def calls(of: object) -> list[Event]:
-    """Runs each kind of call in a profile; returns the profiled events, with tensor shapes."""
+    """Runs each kind of call under the profiler; returns the recorded events, with tensor shapes."""
     rank = of.get_rank()
     mine, other = torch.ones(2, 3), 1 - rank
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:

@@ -86,7 +86,9 @@ def _ring_to_output(members: Sequence[int], me: int, held: Buffer) -> list[Step]
 
 
 def all_gather(topology: RankTopology) -> BlocksAndSteps:
-    """Passes blocks along the rails, then around each host; with uneven hosts, through the leaders."""
+    """Passes blocks along the rails, then around the ring in each host.
+
+    If the hosts have different numbers of ranks, the blocks pass through the leaders instead."""
     n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
     steps = [copy(BufferSlice(Buffer.OUTPUT, topology.rank), OWN_INPUT)]
     if home.is_even:

@@ -345,7 +345,7 @@ class ShardLayout:
         return undivided.narrow(cut.dim, cut.start, cut.stop - cut.start)
 
     def applies_to(self, tensor: torch.Tensor, name: str) -> bool:
-        """Returns True if an optimizer tensor that belongs to the parameter is divided like the parameter.
+        """Returns True if a tensor in the parameter's optimizer state is divided in the same way as the parameter.
 
         Raises:
             TypeError: the parameter is divided, and the tensor has neither the parameter's local shape nor a single

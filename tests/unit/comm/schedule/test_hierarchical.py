@@ -1,4 +1,4 @@
-"""Reductions within a host, in blocks of ranks: correct in every world, and used where they are faster."""
+"""Tests of reductions within a host in blocks of ranks, for every number of ranks."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class StartedCall(NamedTuple):
 
     Attributes:
         work: the process group's work; None if the call required no communication, or runs on the current stream.
-        written: the results; their copies must be written back when the work is complete.
+        written: the outputs that were replaced by copies, which must be written back when the work completes.
     """
 
     work: TorchWork | None
