@@ -6,6 +6,7 @@ the worker writes to.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -138,6 +139,7 @@ class LogFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(append_to(str(path)), "ab", buffering=0)
+            self._begin = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise OSError(
                 f"{path.parent} cannot hold the workers' output ({error.strerror}); set --log-dir to a writable "
@@ -156,6 +158,13 @@ class LogFile:
         except OSError as error:
             self._file.close()
             self._say(f"{self._path}: {error.strerror}; the rest of the output is not stored there; the job continues")
+
+    def tail(self, nbytes: int) -> bytes:
+        """Returns the last `nbytes` bytes, at most, that were added since the file was opened; it may be closed."""
+        with contextlib.suppress(OSError), open(self._path, "rb") as file:
+            file.seek(max(self._begin, os.fstat(file.fileno()).st_size - nbytes))
+            return file.read(nbytes)
+        return b""
 
     def close(self) -> None:
         """Closes the file; idempotent."""
@@ -397,12 +406,12 @@ class WorkerOutput:
     """The target that a worker writes to: a file, or a pipe or pseudo-terminal whose data is forwarded to `stream`."""
 
     def __init__(self, destination: Destination) -> None:
-        self._file = destination.file
+        self.file = destination.file
         self._screen = destination.screen
         self.stream = destination.stream
         self.reading = -1
-        if self._file is not None:
-            self.writing = self._file.fileno()
+        if self.file is not None:
+            self.writing = self.file.fileno()
             return
         try:
             self.reading, self.writing = os.pipe() if self._screen is None else _open_terminal()
@@ -433,8 +442,8 @@ class WorkerOutput:
 
     def close_ours(self) -> None:
         """Closes this process's copy of the write end."""
-        if self._file is not None:
-            self._file.close()
+        if self.file is not None:
+            self.file.close()
         else:
             os.close(self.writing)
 

@@ -157,7 +157,8 @@ class OutputForwarder:
         self._outputs = [output for output in outputs if output.stream is not None]
         self._open_pipes: dict[int, Callable[[], None]] = {}
         self._prompt_s: float | None = None  # time (monotonic) at which to check for a prompt
-        self.tail = b""  # the end of the output
+        self._tail = b""
+        self._files = [output.file for output in outputs if output.file is not None]
         for output in outputs:
             output.close_ours()
             if output.stream is not None:
@@ -181,6 +182,11 @@ class OutputForwarder:
         """Forwards the terminal's current size to the worker if it writes to a pseudo-terminal."""
         for output in self._outputs:
             output.resize()
+
+    @property
+    def tail(self) -> bytes:
+        """The end of the output, including the end of each file that the worker itself writes to."""
+        return b"\n".join([self._tail, *(file.tail(_TAIL_BYTES) for file in self._files)])
 
     @property
     def has_more(self) -> bool:
@@ -220,7 +226,7 @@ class OutputForwarder:
                 data = b""
             if data:
                 stream.feed(data)
-                self.tail = (self.tail + data)[-_TAIL_BYTES:]
+                self._tail = (self._tail + data)[-_TAIL_BYTES:]
                 if self._worker.reads:
                     self._prompt_s = time.monotonic() + _PROMPT_S
             else:

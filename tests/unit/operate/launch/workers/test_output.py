@@ -50,6 +50,16 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch):
     ]
 
 
+def test_the_end_of_a_file_is_what_was_added_since_it_was_opened(tmp_path: Path):
+    (tmp_path / "stderr.log").write_bytes(b"crash of an earlier worker\n")
+    file = LogFile(tmp_path / "stderr.log", print)
+    file.write(b"step 1\n")
+    file.close()
+    assert (file.tail(100), file.tail(3)) == (b"step 1\n", b" 1\n")
+    (tmp_path / "stderr.log").unlink()
+    assert file.tail(100) == b""
+
+
 def lines_of(*pieces: bytes, updates_s: float | None = None, step_s: float = 1.0) -> list[bytes]:
     """Returns the console's lines if a piece of output arrives every `step_s`."""
     got: list[bytes] = []
