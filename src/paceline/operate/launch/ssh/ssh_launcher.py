@@ -46,7 +46,7 @@ from paceline.operate.launch.ssh.remote_launch import (
     ShowText,
 )
 from paceline.operate.launch.workers.job_control import Signals
-from paceline.operate.launch.workers.output import Console, LinePrefixer, Write, prefix, wants_colors
+from paceline.operate.launch.workers.output import Console, LinePrefixer, in_color, wants_colors
 
 _NAME = re.compile(
     r"(?:(?P<user>[\w.+-]+)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::(?P<slots>[0-9]+))?"
@@ -230,11 +230,11 @@ class SshLauncher:
 
     def _start(self, machine: int) -> None:
         name = self._names[machine]
-        prefixes = (prefix(name, machine, wants_colors(1)), prefix(name, machine, wants_colors(2)))
+        lines = [
+            LinePrefixer(in_color(f"[{name}] ", machine, wants_colors(fd)), self._console.writer(fd)) for fd in (1, 2)
+        ]
         try:
-            launcher = LauncherProcess(
-                self._commands[machine], prefixes, (self._console.writer(1), self._console.writer(2))
-            )
+            launcher = LauncherProcess(self._commands[machine], lines)
         except FileNotFoundError as error:
             program = self._commands[machine][0]
             raise OptionError(
@@ -290,24 +290,19 @@ class SshLauncher:
 
 
 class LauncherProcess:
-    """A launcher's local process: ssh, or the launcher itself.
-
-    Args:
-        command: The command that starts the process.
-        prefixes: The line prefixes for the process's stdout and stderr.
-        writes: The functions that write the lines from stdout and stderr.
+    """A launcher's local process: ssh, or the launcher itself. `lines` receive its stdout and its stderr.
 
     Raises:
         OSError: the command cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], prefixes: tuple[bytes, bytes], writes: tuple[Write, Write]) -> None:
+    def __init__(self, command: Sequence[str], lines: Sequence[LinePrefixer]) -> None:
         # Each launcher gets its own session, because the launching process forwards Ctrl-C from the terminal.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
         self._splitter = MessageSplitter()
-        self._lines = [LinePrefixer(prefix, write) for prefix, write in zip(prefixes, writes, strict=True)]
+        self._lines = lines
         assert self._process.stdin is not None and self._process.stdout is not None
         assert self._process.stderr is not None
         self._stdin = self._process.stdin

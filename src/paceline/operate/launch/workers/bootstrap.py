@@ -10,27 +10,6 @@ import os
 import sys
 from types import CodeType, TracebackType
 
-_OWN_NAMES = (
-    "run",
-    "die_with_parent",
-    "annotations",
-    "offer_stack",
-    "_code_of",
-    "_holds_modules",
-    "_replace_own_folder",
-    "_join_cgroup",
-    "_new_file",
-    "_package",
-    "_prepare_stdin",
-    "_print_uncaught",
-    "_record_thread_errors",
-    "_record_exit",
-    "_run_code",
-    "_run_script",
-    "_ExceptionRecorder",
-    "_OWN_NAMES",
-)
-
 
 def run(arguments: list[str]) -> None:
     """Runs the worker's script in the module `__main__`."""
@@ -237,8 +216,8 @@ def _record_exit(path: str) -> None:
     def record_end() -> None:
         if getpid() == worker:
             try:
-                with open(f"{path}.at-exit", "w") as file:
-                    file.write("")
+                with open(f"{path}.at-exit", "w"):
+                    pass
             except OSError:
                 pass
 
@@ -260,12 +239,8 @@ class _ExceptionRecorder:
 
     def record(self, error: BaseException) -> None:
         """Records the exception, unless one is recorded already or this process is a fork of the worker."""
-        import sys  # the script may have redefined names, because it shares this namespace
-        from os import getpid
-
-        if self._is_recorded or getpid() != self._worker:
+        if not self._may_record():
             return
-        sys.path.insert(0, self._package)
         for _ in range(2):  # the script's signal handler may raise an exception here, as a DataLoader's does
             try:
                 from paceline.operate.launch.failures import record_uncaught
@@ -278,18 +253,23 @@ class _ExceptionRecorder:
 
     def record_exit(self, error: SystemExit) -> None:
         """Records where, and with which message, the script raised SystemExit, as `sys.exit(3)` does."""
-        import sys  # see `record`
-        from os import getpid
-
-        if self._is_recorded or getpid() != self._worker:
+        if not self._may_record():
             return
-        sys.path.insert(0, self._package)
         try:
             from paceline.operate.launch.failures import write_exit
 
             write_exit(self._path, error)
         except Exception:  # e.g. the disk is full; the exit code is known in any case
             pass
+
+    def _may_record(self) -> bool:
+        import sys  # the script may have redefined names, because it shares this namespace
+        from os import getpid
+
+        if self._is_recorded or getpid() != self._worker:
+            return False
+        sys.path.insert(0, self._package)
+        return True
 
 
 def _print_uncaught() -> None:
@@ -315,7 +295,7 @@ def _record_thread_errors(path: str) -> None:
     package, worker, print_error = _package(), os.getpid(), threading.excepthook
 
     def hook(error: threading.ExceptHookArgs) -> None:
-        import sys  # see `_ExceptionRecorder.record`
+        import sys  # see `_may_record`
         from os import getpid
 
         print_error(error)
@@ -333,12 +313,15 @@ def _record_thread_errors(path: str) -> None:
 
 
 def _package() -> str:
-    """Returns the directory that contains the package `paceline`."""
-    path = os.path.abspath(__file__)
-    for _ in range(5):  # five levels above src/paceline/operate/launch/workers/bootstrap.py
-        path = os.path.dirname(path)
-    return path
+    """Returns the directory that contains the package `paceline`, five levels above this file."""
+    return os.path.abspath(__file__).rsplit(os.sep, 5)[0]
 
+
+# The names in this file, which the script must not find in its namespace.
+_OWN_NAMES = (
+    *("annotations", "_OWN_NAMES"),
+    *(name for name, value in globals().items() if getattr(value, "__module__", None) == __name__),
+)
 
 if __name__ == "__main__":
     run(sys.argv[1:])

@@ -26,7 +26,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,11 +94,6 @@ def own_directory(root: Path = Path("/")) -> Path | None:
     return Path(directories[0]) if is_mounted_so else None
 
 
-def adopt_orphans() -> None:
-    """Makes this process, instead of init, adopt the children of workers that exit."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
 def reap_orphans(own: Iterable[int]) -> None:
     """Reaps adopted children that have exited, except `own`, whose owner reaps them."""
     spared = set(own)
@@ -109,20 +104,25 @@ def reap_orphans(own: Iterable[int]) -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def children() -> set[int]:
-    """Returns this process's running children, including adopted ones."""
-    me = os.getpid()
-    found = set()
-    for pid in _all_pids():
+def _pids(matches: Callable[[int], bool]) -> list[int]:
+    """Returns the running processes for which `matches` returns True; it may raise OSError if a process has exited."""
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            state, parent = process_fields(pid)[:2]
-            if int(parent) == me and state != "Z":
-                found.add(pid)
+            if matches(int(name)):
+                found.append(int(name))
     return found
 
 
-def _all_pids() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
+def children() -> set[int]:
+    """Returns this process's running children, including adopted ones."""
+    me = str(os.getpid())
+
+    def is_child(pid: int) -> bool:
+        state, parent = process_fields(pid)[:2]
+        return parent == me and state != "Z"
+
+    return set(_pids(is_child))
 
 
 def kill_orphans(own: Iterable[int]) -> None:
@@ -151,14 +151,8 @@ def kill_group(leader: int, number: int) -> None:
 
 def marked(mark: str) -> list[int]:
     """Returns this user's running processes whose environment contained `mark` when they started."""
-    entry = f"{MARK}={mark}".encode()
-    found = []
-    for pid in _all_pids():
-        if pid != os.getpid():
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environment:
-                if entry in environment.read():
-                    found.append(pid)
-    return found
+    entry, me = f"{MARK}={mark}".encode(), os.getpid()
+    return _pids(lambda pid: pid != me and entry in Path(f"/proc/{pid}/environ").read_bytes())
 
 
 def kill_marked(mark: str) -> None:
@@ -171,20 +165,10 @@ def kill_marked(mark: str) -> None:
         time.sleep(_PAUSE_S)
 
 
-def in_sessions(leaders: Iterable[int]) -> list[int]:
-    """Returns the running processes in sessions whose leader is or was in `leaders`."""
-    sessions = set(leaders)
-    found = []
-    for pid in _all_pids():
-        with contextlib.suppress(OSError):
-            if os.getsid(pid) in sessions:
-                found.append(pid)
-    return found
-
-
 def kill_sessions(leaders: Iterable[int]) -> None:
     """Kills every process in sessions whose leader is or was in `leaders`."""
-    _kill_processes(in_sessions(leaders))
+    sessions = set(leaders)
+    _kill_processes(_pids(lambda pid: os.getsid(pid) in sessions))
 
 
 class CleanupGuard:
@@ -256,15 +240,15 @@ class Cleanup:
 
     def __init__(self) -> None:
         self.directory = _directory()
-        # In a nested job, the mark begins with the outer job's mark, so this job is also killed when the outer job
-        # ends.
+        # In a nested job, the mark begins with the outer job's mark, so that the end of the outer job also kills this
+        # job.
         self._mark = f"{os.environ.get(MARK, '')}{secrets.token_hex(8)}."
         self._others = children()
         planned = Cgroup.planned()
         self._guard = CleanupGuard(self.directory, self._mark, planned)
         # The cgroup is created after the guards, because the guards remove it.
         self._cgroup = planned if planned is not None and planned.make() else None
-        adopt_orphans()
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopts the children of workers that exit
 
     def variables(self, name: str) -> dict[str, str]:
         """Returns environment variables for workers; `name` distinguishes these workers from others in the job."""

@@ -2,8 +2,7 @@
 
 `--compat torch,horovod` only sets environment variables, so it also affects a script's subprocesses, such as those
 started by mp.spawn. PACELINE_* variables are checked before any worker starts, because an invalid value would terminate
-every worker. The module that reads a variable also defines the valid values, and is imported only if the variable is
-set.
+every worker. The module that reads a variable also checks its value, and is imported only if the variable is set.
 """
 
 from __future__ import annotations
@@ -13,14 +12,17 @@ import socket
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from paceline import _core
 from paceline.comm.one_port.dialer import GATE_VARIABLE as GATE
 from paceline.comm.one_port.dialer import PORT_VARIABLE as PORT
+from paceline.comm.one_port.dialer import chosen_port
 from paceline.comm.record.recorder import HANDED_VARIABLE as RECORD_FD
 from paceline.comm.rendezvous.environment import STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
+from paceline.comm.security.secret import chosen_level
 from paceline.durations import whole_number
 
 COMPAT_VARIABLE = "PACELINE_COMPAT"  # list of libraries; read by the plug-in at the end of `import torch`
@@ -118,11 +120,9 @@ def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str])
 
 def free_port(address: str = "127.0.0.1") -> int:
     """Returns a TCP port that is currently free at one of this machine's addresses."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def parse_libraries(text: str) -> tuple[str, ...]:
@@ -150,46 +150,12 @@ def compat_variables(chosen: Sequence[str], environment: Mapping[str, str]) -> d
     return variables
 
 
-def _algorithm(text: str) -> None:
-    from paceline.comm.engine.network_settings import known_algorithm
-
-    known_algorithm(text)
+Check = Callable[[str], object]  # raises ValueError for an invalid value
 
 
-def _streams(text: str) -> None:
-    from paceline.comm.engine.network_settings import parse_streams
-
-    parse_streams(text)
-
-
-def _costs(text: str) -> None:
-    from paceline.comm.engine.network_settings import parse_costs
-
-    parse_costs(text)
-
-
-def _network(text: str) -> None:
-    from paceline.comm.engine.network_settings import parse_network
-
-    parse_network(text)
-
-
-def _checks(text: str) -> None:
-    from paceline.train.checks.check_settings import parse_checks
-
-    parse_checks(text)
-
-
-def _port(_: str) -> None:
-    from paceline.comm.one_port.dialer import chosen_port
-
-    chosen_port()
-
-
-def _security(_: str) -> None:
-    from paceline.comm.security.secret import chosen_level
-
-    chosen_level()
+def _from(module: str, name: str, *arguments: object) -> Check:
+    """Returns a check that calls a function with `arguments` and the value; imports its module only then."""
+    return lambda text: getattr(import_module(module), name)(*arguments, text)
 
 
 def _compat(text: str) -> None:
@@ -199,19 +165,7 @@ def _compat(text: str) -> None:
         raise ValueError(f"{COMPAT_VARIABLE}: {error}") from None
 
 
-def _interface(text: str) -> None:
-    from paceline.comm.engine.network_settings import own_address
-
-    own_address(None, text)
-
-
-def _congestion(text: str) -> None:
-    from paceline.comm.engine.network_settings import require_control
-
-    require_control(text)
-
-
-def _one_of(name: str, *choices: str) -> Callable[[str], None]:
+def _one_of(name: str, *choices: str) -> Check:
     def check(text: str) -> None:
         if text not in choices:
             raise ValueError(f"{name} is {text!r}; it must be {' or '.join(choices)}")
@@ -219,70 +173,56 @@ def _one_of(name: str, *choices: str) -> Callable[[str], None]:
     return check
 
 
-def _failpoints(text: str) -> None:
-    from paceline.train.elastic.failpoints import arm
-
-    arm("", text)
-
-
 def _nodes(text: str) -> None:
     if whole_number(text, least=1) is None:
         raise ValueError(f"PACELINE_NODES is {text[:100]!r}; it must be the number of pods")
 
 
-def _any(_: str) -> None:
-    pass
-
-
-_CHECKS: Mapping[str, Callable[[str], None]] = {
-    "PACELINE_ALGORITHM": _algorithm,
-    "PACELINE_CHECKS": _checks,
+_SETTINGS = "paceline.comm.engine.network_settings"
+_CHECKS: Mapping[str, Check | None] = {  # None: every value is valid
+    "PACELINE_ALGORITHM": _from(_SETTINGS, "known_algorithm"),
+    "PACELINE_CHECKS": _from("paceline.train.checks.check_settings", "parse_checks"),
     "PACELINE_COMPAT": _compat,
-    "PACELINE_COSTS": _costs,
-    "PACELINE_FAILPOINTS": _failpoints,
+    "PACELINE_COSTS": _from(_SETTINGS, "parse_costs"),
+    "PACELINE_FAILPOINTS": _from("paceline.train.elastic.failpoints", "arm", ""),
     "PACELINE_INSECURE": _one_of("PACELINE_INSECURE", "1", "0"),
-    "PACELINE_NCCL_SHARED_GPU": _any,
-    "PACELINE_NETWORK": _network,
+    "PACELINE_NCCL_SHARED_GPU": None,
+    "PACELINE_NETWORK": _from(_SETTINGS, "parse_network"),
     "PACELINE_NODES": _nodes,
-    "PACELINE_PORT": _port,
+    "PACELINE_PORT": lambda _: chosen_port(),
     "PACELINE_RECORD": _one_of("PACELINE_RECORD", "on", "off"),
-    "PACELINE_RUNS_DIR": _any,
-    "PACELINE_SECRET": _any,
-    "PACELINE_SECRET_FILE": _any,
-    "PACELINE_SECURITY": _security,
-    "PACELINE_STREAMS": _streams,
+    "PACELINE_RUNS_DIR": None,
+    "PACELINE_SECRET": None,
+    "PACELINE_SECRET_FILE": None,
+    "PACELINE_SECURITY": lambda _: chosen_level(),
+    "PACELINE_STREAMS": _from(_SETTINGS, "parse_streams"),
 }
-_BETWEEN_MACHINES: Mapping[str, Callable[[str], None]] = {
-    "PACELINE_CONGESTION": _congestion,
-    "PACELINE_IFACE": _interface,
+_BETWEEN_MACHINES: Mapping[str, Check | None] = {
+    "PACELINE_CONGESTION": _from(_SETTINGS, "require_control"),
+    "PACELINE_IFACE": _from(_SETTINGS, "own_address", None),
 }
 
 
 def check_variables(has_other_machines: bool, environment: Mapping[str, str] = os.environ) -> None:
-    """Validates every variable that workers read.
-
-    Args:
-        has_other_machines: Whether the workers connect to other machines.
-        environment: The variables to check.
+    """Validates every variable that workers read, also those for connections if there are other machines.
 
     Raises:
         ValueError: a value is invalid; the message contains the variable, its value and the valid values.
     """
     checks = {**_CHECKS, **_BETWEEN_MACHINES} if has_other_machines else _CHECKS
     for name, check in checks.items():
-        if text := environment.get(name):
+        if check is not None and (text := environment.get(name)):
             check(text)
 
 
 def misspelled(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
     """Yields a sentence for each unknown variable whose name resembles a known one."""
     prefix = "PACELINE_"
-    known = [name.removeprefix(prefix) for name in (*_CHECKS, *_BETWEEN_MACHINES)]
-    for name in sorted(environment):
-        word = name.removeprefix(prefix)
-        if word == name or word in known or word in _OF_WORKERS:
-            continue
+    known = {name.removeprefix(prefix) for name in (*_CHECKS, *_BETWEEN_MACHINES)}
+    given = {name.removeprefix(prefix) for name in environment if name.startswith(prefix)}
+    for word in sorted(given - known - _OF_WORKERS):
         from difflib import get_close_matches
 
-        if near := get_close_matches(word, known, n=1, cutoff=_NEAR):
-            yield f"the environment variable {name} is not known and has no effect; did you mean {prefix}{near[0]}?"
+        if near := get_close_matches(word, sorted(known), n=1, cutoff=_NEAR):
+            name, meant = prefix + word, prefix + near[0]
+            yield f"the environment variable {name} is not known and has no effect; did you mean {meant}?"

@@ -36,25 +36,14 @@ def python() -> str:
 
 @dataclass(frozen=True, eq=False)
 class ForkRequest:
-    """A worker to be started.
+    """A worker to be started."""
 
-    Attributes:
-        argv: The arguments for the bootstrap program.
-        variables: The variables of this worker, in addition to those that all workers share.
-        streams: The descriptors for the worker's stdin, stdout and stderr; stdin is empty if the first descriptor is
-            None.
-        cores: The cores to which the worker is bound, or None.
-        on_start: A function called with the process id of the worker.
-        channel: The worker's end of a socket pair, to be closed once the worker has started; None without a socket
-            pair.
-    """
-
-    argv: Sequence[str]
-    variables: Mapping[str, str]
-    streams: tuple[int | None, int, int]
-    cores: Cores | None
-    on_start: Callable[[int], None]
-    channel: socket.socket | None = None
+    argv: Sequence[str]  # arguments for the bootstrap program
+    variables: Mapping[str, str]  # added to those that all workers share
+    streams: tuple[int | None, int, int]  # descriptors for stdin (None for an empty one), stdout and stderr
+    cores: Cores | None  # cores to which the worker is bound
+    on_start: Callable[[int], None]  # called with the process id
+    channel: socket.socket | None = None  # the worker's end of a socket pair, closed here once the worker has started
 
     def fds(self, nothing: int) -> list[int]:
         """Returns the descriptors of the streams, with `nothing` for an empty stdin, and of the channel, if any."""
@@ -69,14 +58,9 @@ class Forker:
     If forking is not possible, each worker is started in a new interpreter, which takes as long as importing torch. The
     launcher becomes the parent of the workers, because it adopts orphaned processes.
 
-    Args:
-        environment: The variables that all workers share.
-        pass_fds: The file descriptors that workers inherit.
-        descriptors: The limit on workers' file descriptors, if it differs from the launcher's.
-        selector: The launcher's event loop.
-        say: A function that prints a line for the user.
-        modules: Modules to import before forking; None starts a new interpreter for each worker.
-        preload: Additional modules, chosen by the user, to import after `modules`.
+    The template process imports `modules` and then `preload`, which the user chose. If `modules` is None, each worker
+    is started in a new interpreter. `descriptors` is the limit on workers' file descriptors, if it differs from the
+    launcher's.
     """
 
     def __init__(
@@ -136,9 +120,8 @@ class Forker:
 
     def cancel(self) -> None:
         """Discards the requests for workers that have not been started."""
-        for request in self._requests:
-            _close_channel(request)
-        self._requests.clear()
+        while self._requests:
+            _close_channel(self._requests.popleft())
 
     def finish(self) -> None:
         """Discards all requests except one for a worker that is being forked, and stops the template. Idempotent."""

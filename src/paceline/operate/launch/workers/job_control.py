@@ -18,9 +18,7 @@ from paceline.linux import waits_for_stdin
 class Signals:
     """Catches signals until closed. A signal that is already ignored, such as SIGHUP under nohup, stays ignored.
 
-    Args:
-        numbers: The signals that terminate the job.
-        others: Additional signals to report from `read`.
+    `numbers` terminate the job; `others` and SIGCHLD are only reported by `read`.
     """
 
     def __init__(self, numbers: Sequence[signal.Signals], others: Sequence[signal.Signals] = ()) -> None:
@@ -70,6 +68,10 @@ class Signals:
 Attributes = list[int | list[bytes | int]]
 
 
+def _is_canonical(attributes: Attributes) -> bool:
+    return bool(int(attributes[3]) & termios.ICANON)  # type: ignore[arg-type]
+
+
 class Keyboard:
     """The launcher's stdin."""
 
@@ -78,10 +80,8 @@ class Keyboard:
         self._before: Attributes | None = None
         if os.isatty(0):
             self._before = termios.tcgetattr(0)
-            try:
+            with contextlib.suppress(OSError):  # the terminal is in another mount namespace
                 self.path = os.ttyname(0)
-            except OSError:  # the terminal is in another mount namespace
-                self.path = None
 
     @property
     def is_terminal(self) -> bool:
@@ -101,16 +101,9 @@ class Keyboard:
         """Returns True if process `pid`, which shares stdin, is waiting for input in a line editor or a read."""
         if self._before is None:
             return False
-        return self._edits_lines() or waits_for_stdin(pid)
-
-    def _edits_lines(self) -> bool:
         attributes = self.attributes()
-        assert self._before is not None
-        return bool(
-            attributes is not None
-            and int(self._before[3]) & termios.ICANON  # type: ignore[arg-type]
-            and not int(attributes[3]) & termios.ICANON  # type: ignore[arg-type]
-        )
+        edits_lines = attributes is not None and _is_canonical(self._before) and not _is_canonical(attributes)
+        return edits_lines or waits_for_stdin(pid)
 
     def attributes(self) -> Attributes | None:
         """Returns the terminal's current attributes, or None without a terminal."""

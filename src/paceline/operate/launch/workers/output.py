@@ -46,18 +46,8 @@ def wants_colors(fd: int) -> bool:
     return os.isatty(fd) and "NO_COLOR" not in os.environ
 
 
-def prefix_of(rank: int, colored: bool, word: str = "rank") -> bytes:
-    """Returns the line prefix for a rank."""
-    return prefix(f"{word} {rank}", rank, colored)
-
-
-def prefix(name: str, number: int, colored: bool) -> bytes:
-    """Returns the line prefix for a name; the number selects its color."""
-    return in_color(f"[{name}] ", number, colored)
-
-
 def in_color(text: str, number: int, colored: bool) -> bytes:
-    """Returns the text, in the color for this number if `colored`."""
+    """Returns a line prefix, in the color for this number if `colored`."""
     return f"\x1b[{_COLORS[number % len(_COLORS)]}m{text}\x1b[0m".encode() if colored else text.encode()
 
 
@@ -123,11 +113,9 @@ class LinePrefixer:
 
 
 class LogFile:
-    """An output file. A full disk does not terminate the job: the error is reported once, and later output is dropped.
+    """An output file to append to. Its directory is created if necessary.
 
-    Args:
-        path: The file to append to. Its directory is created if necessary.
-        say: A function that prints a line for the user.
+    A full disk does not terminate the job: the error is reported once, and later output is dropped.
 
     Raises:
         OSError: the file cannot be created.
@@ -248,10 +236,9 @@ def only_with(words: Sequence[str], write: Write) -> Write:
 
 
 class Console:
-    """The launcher's own stdout and stderr. A blocked reader cannot delay the end of a job.
+    """The launcher's own stdout and stderr.
 
-    Args:
-        hurries: A function that returns True if the job is about to end; unread output is then discarded.
+    A blocked reader cannot delay the end of a job: once `hurries` returns True, unread output is discarded.
     """
 
     def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
@@ -332,13 +319,8 @@ class Destination:
 class Logs:
     """The output of a job. Files are created on demand in DIRECTORY/attempt_N/RANK/.
 
-    Args:
-        output: The output options.
-        directory: The job's directory, or None.
-        console: The launcher's console.
-        word: The noun for the workers' numbers in line prefixes.
-        listener: A function that creates an additional sink for a rank's stream (1 or 2).
-        hears_all: Whether the listener also receives output that is only written to a file.
+    `listener` creates an additional sink for a rank's stream (1 or 2). This sink receives output that is only written
+    to a file if `hears_all` is set.
     """
 
     def __init__(
@@ -355,9 +337,9 @@ class Logs:
         self._word = word
         self._listener = listener
         self._hears_all = hears_all and listener is not None
-        self.directory: Path | None = None
-        if output.needs_files:
-            self.directory = directory or Path(tempfile.mkdtemp(prefix="paceline-logs-"))
+        if output.needs_files and directory is None:
+            directory = Path(tempfile.mkdtemp(prefix="paceline-logs-"))
+        self.directory = directory if output.needs_files else None
 
     def of_rank(self, attempt: int, rank: int) -> Path | None:
         """Returns the directory for a worker's files, or None if files are not kept."""
@@ -367,32 +349,26 @@ class Logs:
         """Returns the destination of a worker's stdout (`Streams.OUT`) or stderr; `draws` permits drawing."""
         output = self._output
         is_redirected = bool(which & streams_of(output.redirects, local_rank))
-        is_kept = is_redirected or bool(which & streams_of(output.tee, local_rank))
-        is_shown = not (is_redirected and not which & streams_of(output.tee, local_rank))
-        is_shown = is_shown and (not output.shown or local_rank in output.shown)
+        is_copied = bool(which & streams_of(output.tee, local_rank))
+        is_shown = (is_copied or not is_redirected) and (not output.shown or local_rank in output.shown)
         words = output.stdout_words if which is Streams.OUT else output.stderr_words
-        file = self._open(attempt, str(rank), _NAMES[which]) if is_kept else None
+        file = self._open(attempt, str(rank), _NAMES[which]) if is_redirected or is_copied else None
         if file is not None and not is_shown and not words and not self._hears_all:
             return Destination(file)
         sinks: list[OutputSink] = [] if self._listener is None else [self._listener(rank, which.value)]
         screen = self._console.screen(which.value)
         if is_shown:
-            sinks.append(self._shown(which, self._prefix(which, rank, local_rank), screen, draws))
+            sinks.append(self._shown(which, rank, local_rank, screen, draws))
         if words:
             matches = self._open(attempt, ".", f"filtered_{_NAMES[which]}")
-            sinks.append(LinePrefixer(prefix_of(rank, False, self._word), only_with(words, matches.write)))
+            sinks.append(LinePrefixer(f"[{self._word} {rank}] ".encode(), only_with(words, matches.write)))
         is_all_drawn = draws and is_shown and file is None and not words
         return Destination(stream=OutputStream(file, sinks), screen=screen if is_all_drawn else None)
 
-    def _prefix(self, which: Streams, rank: int, local_rank: int) -> bytes:
-        """Returns the prefix for a worker's lines on the console."""
-        colored = wants_colors(which.value)
-        if not self._output.line_prefix:
-            return prefix_of(rank, colored, self._word)
-        text = Template(self._output.line_prefix).safe_substitute(rank=rank, local_rank=local_rank)
-        return in_color(text, rank, colored)
-
-    def _shown(self, which: Streams, prefix: bytes, screen: Screen | None, draws: bool) -> OutputSink:
+    def _shown(self, which: Streams, rank: int, local_rank: int, screen: Screen | None, draws: bool) -> OutputSink:
+        template = self._output.line_prefix or f"[{self._word} ${{rank}}] "
+        text = Template(template).safe_substitute(rank=rank, local_rank=local_rank)
+        prefix = in_color(text, rank, wants_colors(which.value))
         if screen is None:
             return LinePrefixer(prefix, self._console.writer(which.value), _UPDATES_S)
         return TerminalSink(screen, prefix) if draws else LinePrefixer(prefix, screen.above)

@@ -32,8 +32,8 @@ def cores_of_workers(
     domains = domains_of(mode, mine, system)
     preferred: list[int | None] = []
     if gpus and mode in ("node", "exclusive"):
-        preferred = [numa_node_of_gpu(device_of(rank, environment, gpus)) for rank in range(workers)]
-        preferred = [node if node is not None and node < len(domains) else None for node in preferred]
+        nodes = (numa_node_of_gpu(device_of(rank, environment, gpus)) for rank in range(workers))
+        preferred = [node if node is not None and node < len(domains) else None for node in nodes]
     if mode == "exclusive":
         return assign(domains, siblings_of(mine, system), workers, preferred)
     return [domains[home] for home in _homes([tuple(mine)] * len(domains), workers, preferred)]
@@ -44,12 +44,9 @@ def assign(
 ) -> list[Cores] | None:
     """Returns disjoint sets of cores for the workers, or None if there are more workers than cores.
 
-    Args:
-        domains: The allowed cores of each NUMA node.
-        siblings: The hardware threads of each core. If there are enough cores, the threads of a core are not split
-            among workers.
-        workers: The number of workers, which are distributed over the domains in order.
-        preferred: The domain closest to each worker's GPU, or None.
+    The workers are distributed over the NUMA nodes `domains` in order, except those with a `preferred` domain, which is
+    the one closest to the worker's GPU. If there are enough cores, hardware threads of one core (`siblings`) are not
+    split among workers.
     """
     if workers > sum(map(len, domains)):
         return None
@@ -247,10 +244,8 @@ def variables_of_gpu(local_rank: int, environment: Mapping[str, str], gpus: int)
 def numa_node_of_gpu(device: str, root: Path = Path("/")) -> int | None:
     """Returns the NUMA node of a GPU as reported by NVIDIA's driver, or None if unknown.
 
-    Args:
-        device: the GPU's number in the order of PCI addresses, as CUDA numbers GPUs of one model, or its UUID or the
-            beginning of its UUID.
-        root: the root of the file system.
+    `device` is the GPU's number in the order of PCI addresses, as CUDA numbers GPUs of one model, or its UUID or the
+    beginning of its UUID.
     """
     for index, gpu in enumerate(sorted((root / "proc/driver/nvidia/gpus").glob("*"))):
         try:

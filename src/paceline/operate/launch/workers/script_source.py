@@ -44,20 +44,12 @@ _MOST_FILES, _MOST_BYTES = 100, 2 << 20
 
 @dataclass(frozen=True)
 class ScriptSource:
-    """Properties of a program and of the modules in its directory.
+    """Properties of a program and of the modules in its directory."""
 
-    Attributes:
-        imports_torch: whether the program imports torch or a library that does.
-        uses_optimizers: whether the program mentions an optimizer. A process's first optimizer imports torch's
-            compiler.
-        uses_paceline: whether the program mentions Paceline.
-        sets_variables: whether the program might set environment variables that are read while torch is imported.
-    """
-
-    imports_torch: bool = False
-    uses_optimizers: bool = False
+    imports_torch: bool = False  # directly, or by importing a library that does
+    uses_optimizers: bool = False  # a process's first optimizer imports torch's compiler
     uses_paceline: bool = False
-    sets_variables: bool = False
+    sets_variables: bool = False  # whether it might set variables that are read while torch is imported
 
     @classmethod
     def of(cls, command: Command) -> ScriptSource | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from paceline.comm.security.secret import chosen_level
 from paceline.operate.launch.elastic_options import ElasticOptions
 from paceline.operate.launch.failures import TORCH_SUFFIX, ExceptionNotice, WorkerFailure
-from paceline.operate.launch.job import Command, CommandKind, Job
+from paceline.operate.launch.job import CommandKind, Job
 from paceline.operate.launch.job_directory import JobRecordings
 from paceline.operate.launch.multinode.protocol import Start
 from paceline.operate.launch.option_types import Streams
@@ -56,34 +56,23 @@ _OBSERVERS = (
 )
 # Variables that make OpenMP choose cores when torch is imported, before a forked worker is bound to its own cores.
 _OPENMP_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-_TORCH = "torch"
 _COMPILER = "torch._dynamo"  # imported by a process's first optimizer; this takes as long as importing torch
 _ELASTIC_STATE = "paceline.train.elastic.worker.elastic_state"
+_DDP = "paceline.train.ddp.distributed_data_parallel"
 _UNKNOWN = "<chosen at the start>"
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The common context of this machine's workers.
+    """The common context of this machine's workers."""
 
-    Attributes:
-        environment: The variables that all workers share.
-        pass_fds: The file descriptors that workers inherit.
-        directory: The directory with the workers' error files.
-        cores: The cores of each local rank; None if workers are not bound.
-        gpus: The number of GPUs on this machine.
-        logs: The destinations of the workers' output.
-        keyboard: The launcher's stdin, which rank `job.stdin_rank` reads if it is started here.
-        recordings: The memory for the workers' recordings.
-    """
-
-    environment: Mapping[str, str]
-    pass_fds: Sequence[int]
-    directory: str
-    cores: list[Cores] | None
-    gpus: int
+    environment: Mapping[str, str]  # variables that all workers share
+    pass_fds: Sequence[int]  # file descriptors that workers inherit
+    directory: str  # contains the workers' error files
+    cores: list[Cores] | None  # cores of each local rank; None if workers are not bound
+    gpus: int  # number of GPUs on this machine
     logs: Logs
-    keyboard: Keyboard
+    keyboard: Keyboard  # rank `job.stdin_rank` reads from it if started here
     recordings: JobRecordings
 
 
@@ -100,15 +89,7 @@ def start_workers(
 ) -> WorkerGroup:
     """Starts this machine's workers for the generation described by `start`; returns the group that monitors them.
 
-    Args:
-        job: The job to run.
-        start: The order to start the generation, which contains the ranks.
-        context: The common context of the workers.
-        selector: The selector of the launcher's loop; see `WorkerGroup`.
-        say: A function that prints a line for the user.
-        on_start: A function called with the process id of each worker.
-        on_exception: See `WorkerGroup`.
-        on_failure: See `WorkerGroup`.
+    The other arguments are those of `WorkerGroup`.
 
     Raises:
         OSError: a process could not be started.
@@ -154,7 +135,9 @@ def modules_to_fork(job: Job) -> tuple[str, ...] | None:
         return None
     is_bound = any(name in os.environ for name in _OPENMP_BINDINGS)
     if job.elastic is not None:
-        return None if job.command.kind is CommandKind.PROGRAM else () if is_bound else _elastic_modules(job.command)
+        if job.command.kind is CommandKind.PROGRAM:
+            return None
+        return () if is_bound else _torch_modules(ScriptSource.of(job.command), _ELASTIC_STATE)
     must_fork = job.start_method == "fork" or job.workers > _MANY_A_CORE * allowed_cores()
     is_observed = any(name in os.environ for name in _OBSERVERS) or python() != sys.executable
     if not must_fork and (job.workers == 1 or is_observed):
@@ -162,18 +145,12 @@ def modules_to_fork(job: Job) -> tuple[str, ...] | None:
     source = None if is_bound or job.compat else ScriptSource.of(job.command)
     if source is None or source.sets_variables or not source.imports_torch:
         return () if must_fork else None
-    modules = [_TORCH]
-    if source.uses_optimizers:
-        modules.append(_COMPILER)
-    if source.uses_paceline:
-        modules.append("paceline.train.ddp.distributed_data_parallel")
-    return tuple(modules)
+    return _torch_modules(source, *([_DDP] if source.uses_paceline else []))
 
 
-def _elastic_modules(command: Command) -> tuple[str, ...]:
-    source = ScriptSource.of(command)
-    needs_compiler = source is None or source.uses_optimizers
-    return (_TORCH, _COMPILER, _ELASTIC_STATE) if needs_compiler else (_TORCH, _ELASTIC_STATE)
+def _torch_modules(source: ScriptSource | None, *others: str) -> tuple[str, ...]:
+    compiler = [_COMPILER] if source is None or source.uses_optimizers else []
+    return ("torch", *compiler, *others)
 
 
 def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> WorkerSpec:
@@ -192,13 +169,15 @@ def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> Worke
     }
     if keyboard.path is not None:
         variables["PACELINE_TERMINAL"] = keyboard.path
-    memory = context.recordings.new(start.generation - 1, place.rank)
-    variables.update(memory.variables if memory is not None else {})
-    log = context.logs.of_rank(start.generation - 1, place.rank)
-    where = (start.generation - 1, place.rank, place.local_rank, index == drawing_index(job, start))
+    attempt = start.generation - 1
+    memory = context.recordings.new(attempt, place.rank)
+    if memory is not None:
+        variables |= memory.variables
+    log = context.logs.of_rank(attempt, place.rank)
+    where = (attempt, place.rank, place.local_rank, index == drawing_index(job, start))
     outputs = outputs_of([context.logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
     if outputs[-1].is_terminal:
-        variables.update(WITHOUT_PAGERS)
+        variables |= WITHOUT_PAGERS
     return WorkerSpec(
         place=place,
         argv=bootstrap_argv(job.command, place.local_rank),
@@ -270,10 +249,12 @@ class MachineResources:
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Returns `base` with the variables shared by this machine's workers."""
-        environment = dict(base)
-        if self.threads is not None:
-            environment["OMP_NUM_THREADS"] = str(self.threads)
-        return environment
+        return {**base, **self.thread_variables}
+
+    @property
+    def thread_variables(self) -> dict[str, str]:
+        """The variable with the number of threads for each worker, unless the user has set it."""
+        return {} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}
 
     def remarks(self, job: Job) -> list[str]:
         """Returns remarks for the user, one line each."""
@@ -354,11 +335,9 @@ def _start(job: Job) -> Start | None:
 def _worker(job: Job, machine: MachineResources, start: Start, index: int) -> list[str]:
     place = ranks_of(job, start, index)
     variables = variables_of(job, start, index, os.environ, machine.gpus)
-    variables |= compat_variables(job.compat, os.environ)
+    variables |= compat_variables(job.compat, os.environ) | machine.thread_variables
     if start.master_port == 0:
         variables["MASTER_PORT"] = _UNKNOWN
-    if machine.threads is not None:
-        variables["OMP_NUM_THREADS"] = str(machine.threads)
     where = f"on cores {format_cpulist(machine.cores[place.local_rank])}" if machine.cores else "on any core"
     interpreter = [] if job.command.kind is CommandKind.PROGRAM else [python()]
     module = ["-m"] if job.command.kind is CommandKind.MODULE else []

@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from paceline import _core
 from paceline.linux import pidfd_open, waits_for_stdin
 from paceline.operate.launch.failures import Record, WorkerFailure, crash_line, has_begun_exit, read_exit
@@ -143,10 +145,8 @@ def bind_process(pid: int, cores: Cores | None, descriptors: tuple[int, int] | N
 class OutputForwarder:
     """Forwards a worker's output until the worker has closed its streams, or `close` is called.
 
-    Args:
-        worker: The worker process.
-        outputs: The worker's streams. The constructor closes this process's copies of their write ends.
-        selector: The selector of the launcher's event loop. The data of each key is a callable that takes no arguments.
+    The constructor closes this process's copies of the write ends. The data of each key in `selector`, which belongs to
+    the launcher's event loop, is a function without arguments.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class OutputForwarder:
         self._selector = selector
         self._outputs = [output for output in outputs if output.stream is not None]
         self._open_pipes: dict[int, Callable[[], None]] = {}
-        self._prompt_s: float | None = None  # time (monotonic) at which to check for a prompt
+        self.deadline_s: float | None = None  # time (monotonic) at which `tick` checks for a prompt
         self._tail = b""
         self._files = [output.file for output in outputs if output.file is not None]
         for output in outputs:
@@ -164,15 +164,10 @@ class OutputForwarder:
             if output.stream is not None:
                 self._read(output.reading, output.stream)
 
-    @property
-    def deadline_s(self) -> float | None:
-        """The time (monotonic) at which `tick` must be called; None for never."""
-        return self._prompt_s
-
     def tick(self, now_s: float) -> None:
         """Shows the prompt if the worker is waiting for input."""
-        if self._prompt_s is not None and now_s >= self._prompt_s:
-            self._prompt_s = None
+        if self.deadline_s is not None and now_s >= self.deadline_s:
+            self.deadline_s = None
             if waits_for_stdin(self._worker.pid):
                 for output in self._outputs:
                     if output.stream is not None:
@@ -228,7 +223,7 @@ class OutputForwarder:
                 stream.feed(data)
                 self._tail = (self._tail + data)[-_TAIL_BYTES:]
                 if self._worker.reads:
-                    self._prompt_s = time.monotonic() + _PROMPT_S
+                    self.deadline_s = time.monotonic() + _PROMPT_S
             else:
                 stream.close()
                 self._selector.unregister(fd)
@@ -241,33 +236,18 @@ class OutputForwarder:
 def failure_of(
     worker: WorkerProcess, code: int, record: Record | None, memory: MemoryWatch, output: bytes = b""
 ) -> WorkerFailure:
-    """Returns the failure of a worker that exited with `code`.
+    """Returns the failure of a worker that exited with `code`. If Python crashed, its stack is at the end of `output`.
 
-    Args:
-        worker: The worker.
-        code: The exit code.
-        record: The recorded exception, or None.
-        memory: The memory statistics.
-        output: The end of the worker's output, which contains the stack if Python crashed.
+    A recorded exception takes precedence over the exit code, because the worker may have been killed afterwards.
     """
-    explained = memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
-    exit_code = 1 if record is not None else code  # an exception takes precedence, even if the worker was killed later
-    at_exit = record is None and has_begun_exit(worker.error_file)
-    exit_line, exit_message = read_exit(worker.error_file) if record is None and code > 0 else ("", "")
-    if record is None and code < 0:
-        exit_line = crash_line(output)
-    return WorkerFailure(
-        worker.rank,
-        worker.pid,
-        exit_code,
-        time.time(),
-        record,
-        memory=explained,
-        log=worker.log,
-        at_exit=at_exit,
-        exit_line=exit_line,
-        exit_message=exit_message,
-    )
+    failure = WorkerFailure(worker.rank, worker.pid, code, time.time(), record, log=worker.log)
+    if code == -signal.SIGKILL:
+        failure = replace(failure, memory=memory.explain(worker.pid, worker.peak_bytes))
+    if record is not None:
+        return replace(failure, exit_code=1)
+    exit_line, exit_message = read_exit(worker.error_file) if code > 0 else (crash_line(output), "")
+    at_exit = has_begun_exit(worker.error_file)
+    return replace(failure, at_exit=at_exit, exit_line=exit_line, exit_message=exit_message)
 
 
 _GIB = 1 << 30

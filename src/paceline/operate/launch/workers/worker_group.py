@@ -42,7 +42,7 @@ _OTHERS_KILLED_S = 0.3  # time to wait for the exit of another worker killed for
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """A worker that is ready to start, with its arguments, its variables and the files for its streams."""
+    """A worker that is ready to start."""
 
     place: WorkerRanks
     argv: list[str]
@@ -72,17 +72,8 @@ class WorkerSpec:
         Raises:
             ProcessLookupError: the process has exited and was reaped.
         """
-        place = self.place
-        return WorkerProcess(
-            place.rank,
-            place.local_rank,
-            pid,
-            self.error_file,
-            watch_end(pid),
-            self.log,
-            reads=self.reads,
-            memory=self.memory,
-        )
+        rank, local_rank = self.place.rank, self.place.local_rank
+        return WorkerProcess(rank, local_rank, pid, self.error_file, watch_end(pid), self.log, self.reads, self.memory)
 
 
 class WorkerGroup:
@@ -91,16 +82,15 @@ class WorkerGroup:
     Args:
         number: The number of the generation in the job, starting at 1.
         size: The number of workers in the generation on this machine.
-        shutdown_timeout_s: The time in seconds between the stop signal and SIGKILL.
+        shutdown_timeout_s: The time between the stop signal and SIGKILL.
         keyboard: The launcher's stdin, which one of the workers may read.
         selector: The selector of the launcher's loop; its keys carry functions without arguments.
         notice: The pipe through which workers announce exceptions.
         forker: The forker that starts the workers.
-        on_start: A function called with the process id of each worker.
-        on_exception: A function called with the failure of a worker after an uncaught exception, before the worker
-            exits.
-        on_failure: A function called with the first failure of an exited worker. The call is delayed briefly if the
-            kernel killed several workers for lack of memory, because another of these workers may be the cause.
+        on_start: Called with the process id of each worker.
+        on_exception: Called after an uncaught exception, before the worker exits.
+        on_failure: Called with the first failure of an exited worker. The call is delayed briefly if the kernel killed
+            several workers for lack of memory, because another of these workers may be the cause.
     """
 
     def __init__(
@@ -159,7 +149,6 @@ class WorkerGroup:
             self.workers[-1].signal(signal.SIGKILL)
 
     def _start_no_more(self) -> None:
-        """Discards the workers that have not been started. Idempotent."""
         self._forker.finish()
         for spec in self._unstarted:
             spec.close()
@@ -187,12 +176,8 @@ class WorkerGroup:
     def deadline_s(self) -> float | None:
         """The time (monotonic) at which `tick` must be called; None for never."""
         signal_s = self._next_signal[0] if self._next_signal is not None else None
-        times_s = [
-            signal_s,
-            self._report_s,
-            self._forker.deadline_s,
-            *(forwarder.deadline_s for forwarder in self._forwarders),
-        ]
+        prompts_s = (forwarder.deadline_s for forwarder in self._forwarders)
+        times_s = [signal_s, self._report_s, self._forker.deadline_s, *prompts_s]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def tick(self, now_s: float) -> None:
@@ -277,7 +262,7 @@ class WorkerGroup:
                     self.exceptions[worker.rank] = failure
                     self._on_exception(failure)
 
-    def _ended(self, worker: WorkerProcess, code: int, output: bytes = b"") -> None:
+    def _ended(self, worker: WorkerProcess, code: int, output: bytes) -> None:
         if code == 0:
             return
         record = read_record(worker.error_file)
@@ -301,10 +286,8 @@ class WorkerGroup:
         """
         if failure.memory is None:
             return failure
-        smaller = [seen_s for seen_s, peak in self._killed if peak < peak_bytes]
-        failure = msgspec.structs.replace(
-            failure, seen_s=min([failure.seen_s, *(seen_s - 0.001 for seen_s in smaller)])
-        )
+        before_smaller = (seen_s - 0.001 for seen_s, peak in self._killed if peak < peak_bytes)
+        failure = msgspec.structs.replace(failure, seen_s=min([failure.seen_s, *before_smaller]))
         self._killed.append((failure.seen_s, peak_bytes))
         return failure
 
@@ -320,15 +303,9 @@ class WorkerGroup:
 
 
 def ended_as_asked(code: int, record: Record | None, asked_s: float, is_first: bool) -> bool:
-    """Returns True if a worker with a nonzero exit code exited because of the stop request.
+    """Returns True if a worker with a nonzero exit code exited because of the stop request at `asked_s` (time of day).
 
     A worker that had already raised an exception, and was merely slow to exit, may be the cause of other failures.
-
-    Args:
-        code: The worker's exit code.
-        record: The exception that the worker recorded, or None.
-        asked_s: The time of day of the stop request.
-        is_first: Whether this is the first failure on this machine.
     """
     if record is not None and record.time_s < asked_s and record.kind != "KeyboardInterrupt":
         return False

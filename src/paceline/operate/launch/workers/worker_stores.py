@@ -30,13 +30,9 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0 disables the plug-in that reque
 
 
 class WorkerStores:
-    """The stores served by this machine's launcher. Workers use only the stores on the machine with rank 0.
+    """The stores served by this machine's launcher, which other machines reach at `address`.
 
-    Args:
-        job: The job, whose options specify the ports.
-        address: The address at which other machines can reach this machine.
-        secret: The job's secret, or None.
-        say: A function that prints a line for the user.
+    Workers use only the stores on the machine with rank 0.
     """
 
     def __init__(self, job: Job, address: str, secret: bytes | None, say: Callable[[str], None]) -> None:
@@ -67,15 +63,13 @@ class WorkerStores:
         if job.rendezvous.address is not None and self._listener is None:
             self._listener = listen(self._address, 0, self._secret)
         torch_port = job.port if self._torch_socket is None else self._torch_socket.getsockname()[1]
-        return torch_port or port_beside(job.one_port) or 0, 0 if self._listener is None else _port_of(self._listener)
+        store_port = 0 if self._listener is None else int(self._listener.getsockname()[1])
+        return torch_port or port_beside(job.one_port) or 0, store_port
 
     def serve(self, start: Start, secret: bytes | None, directory: str) -> dict[str, str]:
         """Serves a generation's stores if rank 0 runs here; returns variables that workers use to find the stores.
 
-        Args:
-            start: The order to start the generation.
-            secret: The secret of the generation's workers, or None.
-            directory: The job's private directory on this machine.
+        `secret` is that of the generation's workers, and `directory` the job's private directory on this machine.
         """
         variables = {}
         if self._job.rendezvous.address is None:
@@ -138,11 +132,6 @@ class WorkerStores:
                 with contextlib.suppress(OSError):
                     listener.close()
         self._listener = self._torch_socket = None
-
-
-def _port_of(listener: ListeningEndpoint) -> int:
-    port: int = listener.getsockname()[1]
-    return port
 
 
 def _place(host: str, port: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shown_terminal import bar, nested
 
-from paceline.operate.launch.workers.output import LinePrefixer, LogFile, prefix_of
+from paceline.operate.launch.workers.output import LinePrefixer, LogFile, in_color
 
 
 def test_lines_come_out_whole_however_they_are_cut():
@@ -34,8 +34,8 @@ def test_output_without_newlines_is_divided():
 
 
 def test_prefixes_are_colored_only_for_a_terminal():
-    assert prefix_of(3, False) == b"[rank 3] "
-    assert prefix_of(3, True).startswith(b"\x1b[")
+    assert in_color("[rank 3] ", 3, False) == b"[rank 3] "
+    assert in_color("[rank 3] ", 3, True).startswith(b"\x1b[")
 
 
 def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch):
