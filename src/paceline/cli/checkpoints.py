@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -46,9 +45,7 @@ def inspect(options: argparse.Namespace) -> int:
         return 0
     listings = listing_of(storage)
     if not listings and not unfinished(storage):
-        message = f"{storage.describe()} does not exist, or is not a checkpoint and contains none"
-        print(f"paceline checkpoint inspect: {message}", file=sys.stderr)
-        return 2
+        raise CheckpointError(f"{storage.describe()} does not exist, or is not a checkpoint and contains none")
     _show_root(storage, listings, options.json)
     return 0
 
@@ -137,19 +134,11 @@ def verify(options: argparse.Namespace) -> int:
     storage = open_storage(options.path)
     names = [""] if storage.size(FILE) is not None else [listing.name for listing in listing_of(storage)]
     if not names:
-        print(f"paceline checkpoint verify: {storage.describe()} has no checkpoint", file=sys.stderr)
-        return 2
-    newest: str | None = None
-    code = 0
-    for name in names:
-        faults = _verify_one(storage, name)
-        if faults:
-            code = 1
-        elif newest is None:
-            newest = name
-    if len(names) > 1 and code:
-        print(f"restoring would use {storage.describe(newest)}" if newest is not None else "none of them is intact")
-    return code
+        raise CheckpointError(f"{storage.describe()} has no checkpoint")
+    intact = [name for name in names if not _verify_one(storage, name)]
+    if 1 < len(names) > len(intact):
+        print(f"restoring would use {storage.describe(intact[0])}" if intact else "none of them is intact")
+    return int(len(intact) < len(names))
 
 
 def _verify_one(storage: Storage, name: str) -> list[str]:
@@ -206,8 +195,6 @@ def _tensors(first: CheckpointContents, second: CheckpointContents, only: str | 
 
 
 def _have_same_digests(first: Checkpoint | None, second: Checkpoint | None, name: str) -> bool:
-    """Returns True if the tensor's pieces and their digests are the same in both checkpoints."""
-
     def known_of(checkpoint: Checkpoint) -> object:
         entry = checkpoint.entry(name)
         pieces = {(piece.region, piece.digests) for piece in entry.pieces}
@@ -270,12 +257,10 @@ def export_model(options: argparse.Namespace) -> int:
         names = exported_names(list(checkpoint.manifest.tensors), options.only)
         if not names:
             entries = sorted({name.split(SEPARATOR)[0] for name in checkpoint.manifest.tensors})
-            print(
-                f"paceline checkpoint export: {checkpoint.describe()} contains no tensors in {options.only!r}; it "
-                f"contains {and_more(entries, _MOST_NAMED)}: choose one with --only, or --only '' for all",
-                file=sys.stderr,
+            raise CheckpointError(
+                f"{checkpoint.describe()} contains no tensors in {options.only!r}; it contains "
+                f"{and_more(entries, _MOST_NAMED)}: choose one with --only, or --only '' for all"
             )
-            return 2
         nbytes = write(checkpoint, names, options.output, ProgressPrinter("paceline checkpoint export: wrote"))
     print(f"{options.output}: {len(names)} tensors, {size_text(nbytes)}, from {checkpoint.describe()}")
     return 0
@@ -304,22 +289,13 @@ def exported_names(tensors: list[str], entry: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The contents of a checkpoint.
+    """The contents of a checkpoint."""
 
-    Attributes:
-        title: the path, followed by the format if another library wrote the checkpoint.
-        tensors: the dtype and the shape of each tensor, by name.
-        values: the plain values, by path.
-        read: a function that loads a tensor, given its name.
-        checkpoint: the open checkpoint, or None if another library wrote it.
-        closing: a context manager that closes the checkpoint.
-    """
-
-    title: str
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    values: dict[str, Json]
+    title: str  # path, followed by the format if another library wrote the checkpoint
+    tensors: dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
+    values: dict[str, Json]  # plain values by path
     read: Callable[[str], torch.Tensor]
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint | None  # None if another library wrote it
     closing: AbstractContextManager[object]
 
 

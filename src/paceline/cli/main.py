@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
-from paceline.errors import CheckpointError, printable
+from paceline.errors import PacelineError, printable
 from paceline.linux import interrupts_raised
 from paceline.operate.launch.command import add_run_arguments, run
-from paceline.operate.launch.flags import SHELLS, MissingShtabError, Parser, completion_script, is_flag
+from paceline.operate.launch.flags import SHELLS, Parser, completion_script, is_flag
 
 if TYPE_CHECKING:
     from paceline.interop.migrate.project import MigratedProgram, ProgramFile
@@ -91,19 +91,8 @@ def _run_checkpoint_command(options: argparse.Namespace) -> int:
     actions = {"inspect": inspect, "verify": verify, "diff": diff, "export": export_model}
     try:
         return actions[options.action](options)
-    except CheckpointError as error:
-        print(printable(f"paceline checkpoint {options.action}: {error}"), file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print(printable(f"paceline checkpoint {options.action}: {error}"), file=sys.stderr)
-        return 2
     except RecursionError:
-        print(
-            f"paceline checkpoint {options.action}: the values of the checkpoint are nested too deeply", file=sys.stderr
-        )
-        return 2
+        raise PacelineError("the values of the checkpoint are nested too deeply") from None
 
 
 def _add_launch_script_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,19 +152,17 @@ def _add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _migrate(options: argparse.Namespace) -> int:
-    """Prints a diff or changes the files, and prints a report to stderr; returns 2 if a file is unreadable, else 0."""
+    """Prints a diff or changes the files, and prints a report to stderr."""
     from paceline.interop.migrate.names import MigrationMode
     from paceline.interop.migrate.project import MissingLibCST, migrate
 
     try:
         program = migrate(options.paths, None if options.way == "auto" else MigrationMode(options.way))
-        if not options.write:
-            for file in program.files:
-                sys.stdout.writelines(_file_diff(file))
         written = program.write() if options.write else 0
     except (MissingLibCST, OSError) as error:
-        print(f"paceline migrate: {error}", file=sys.stderr)
-        return 2
+        raise PacelineError(str(error)) from error
+    for file in program.files if not options.write else ():
+        sys.stdout.writelines(_file_diff(file))
     for line in _migration_report(program):
         print(line, file=sys.stderr)
     if options.write:
@@ -195,7 +182,6 @@ def _file_diff(file: ProgramFile) -> Iterator[str]:
 
 
 def _migration_report(program: MigratedProgram) -> Iterator[str]:
-    """Yields the report's lines: the migrated locations, the remaining work and the score."""
     from paceline.interop.migrate.names import score
 
     for path, why in program.unread:
@@ -232,25 +218,21 @@ def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_top(options: argparse.Namespace) -> int:
-    """Displays a job until it ends or the user quits; returns 2 if there is no running job."""
+    """Displays a job until it ends or the user quits."""
     from importlib.util import find_spec
 
-    from paceline.cli.top.client import NoRunningJobError, PageUnreachableError, find, poller_of
+    from paceline.cli.top.client import find, poller_of
     from paceline.cli.top.text_view import lines_of, show
 
-    try:
-        look = poller_of(find(options.job))
-        look()  # raises an error for an invalid address before switching screens
-        is_plain = options.plain or options.once or not sys.stdout.isatty() or not sys.stdin.isatty()
-        if not is_plain and find_spec("textual") is not None:
-            from paceline.cli.top.app import Top
+    look = poller_of(find(options.job))
+    look()  # raises an error for an invalid address before switching screens
+    is_plain = options.plain or options.once or not sys.stdout.isatty() or not sys.stdin.isatty()
+    if not is_plain and find_spec("textual") is not None:
+        from paceline.cli.top.app import Top
 
-            Top(look, options.every).run()
-        else:
-            show(lambda *size: lines_of(look(), *size), options.every, options.once)
-    except (NoRunningJobError, PageUnreachableError) as error:
-        print(f"paceline top: {error}", file=sys.stderr)
-        return 2
+        Top(look, options.every).run()
+    else:
+        show(lambda *size: lines_of(look(), *size), options.every, options.once)
     return 0
 
 
@@ -259,12 +241,7 @@ def _add_completion_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_completion(environment: Mapping[str, str], options: argparse.Namespace) -> int:
-    """Prints the completion script; returns 2 if the library that generates it is not installed, otherwise 0."""
-    try:
-        print(completion_script(options.shell, parser(environment)))
-    except MissingShtabError as error:
-        print(f"paceline completion: {error}", file=sys.stderr)
-        return 2
+    print(completion_script(options.shell, parser(environment)))
     return 0
 
 
@@ -335,8 +312,6 @@ class _Subcommand:
 
 
 def _from(module: str, name: str) -> Callable[..., Any]:
-    """Returns a function that imports `name` from `module` and calls it."""
-
     def call(*arguments: object) -> Any:
         return getattr(importlib.import_module(module), name)(*arguments)
 
@@ -506,8 +481,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_printing(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Runs a command that prints; returns its exit code.
 
-    The code is 128 + SIGPIPE if the output was closed (`... | head`), and 128 + SIGINT after Ctrl-C.
+    The code is 2 after an error, which is printed without a traceback; 128 + SIGPIPE if the output was closed
+    (`... | head`); and 128 + SIGINT after Ctrl-C.
     """
+    name = " ".join(("paceline", options.command, *([options.action] if "action" in options else [])))
     for stream in (sys.stdout, sys.stderr):  # with LANG=C, names in other alphabets are escaped
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -522,8 +499,14 @@ def _run_printing(command: Callable[[argparse.Namespace], int], options: argpars
             raise
         _discard_output()
         return 128 + signal.SIGPIPE
+    except PacelineError as error:
+        print(printable(f"{name}: {error}"), file=sys.stderr)
+        return 2
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+        if error.filename is not None:
+            print(printable(f"{name}: {error.filename}: {error.strerror}"), file=sys.stderr)
+            return 2
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         print(f"paceline {options.command}: the output cannot be written: {error.strerror}", file=sys.stderr)
         _discard_output()

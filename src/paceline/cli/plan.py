@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.durations import whole_number
+from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.comm.schedule.network import Network, NetworkLink
@@ -47,32 +47,27 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def draw(options: argparse.Namespace) -> int:
-    """Writes the drawing to `--output` or stdout; returns the exit code."""
+    """Writes the drawing to `--output` or stdout; raises ValueError for invalid flags."""
     from paceline.comm.schedule.call_diagram import draw_call
     from paceline.comm.schedule.network import Network, parse_links
     from paceline.comm.schedule.steps import Operation
 
     per_node: int = options.per_node
-    try:
-        if options.ranks < 1 or per_node < 1 or options.ranks % per_node:
-            raise ValueError(f"{options.ranks} ranks cannot be divided among nodes of {per_node} ranks each")
-        links = parse_links(f"{_WITHIN},{options.links or _DEFAULT_NODE_LINK}")
-        if "node" not in links:
-            raise ValueError(
-                f"--links {options.links} does not describe the links between nodes: add, for example, "
-                f"{_DEFAULT_NODE_LINK}"
-            )
-        network = Network.uniform(
-            options.ranks // per_node,
-            per_node,
-            node=links["node"],
-            within_host=links["within"],
-            gamma_s_per_byte=_GAMMA_S_PER_BYTE,
+    if options.ranks < 1 or per_node < 1 or options.ranks % per_node:
+        raise ValueError(f"{options.ranks} ranks cannot be divided among nodes of {per_node} ranks each")
+    links = parse_links(f"{_WITHIN},{options.links or _DEFAULT_NODE_LINK}")
+    if "node" not in links:
+        raise ValueError(
+            f"--links {options.links} does not describe the links between nodes: add, for example, {_DEFAULT_NODE_LINK}"
         )
-        drawing = draw_call(options.draw, Operation.named(options.operation), options.nbytes, network)
-    except ValueError as error:
-        print(f"paceline plan: {error}", file=sys.stderr)
-        return 2
+    network = Network.uniform(
+        options.ranks // per_node,
+        per_node,
+        node=links["node"],
+        within_host=links["within"],
+        gamma_s_per_byte=_GAMMA_S_PER_BYTE,
+    )
+    drawing = draw_call(options.draw, Operation.named(options.operation), options.nbytes, network)
     if options.output is None:
         print(drawing, end="")
     else:
@@ -154,25 +149,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, predicts or draws, depending on the options; returns the exit code."""
-    from paceline.operate.plan.calibration import CalibrationError
-
-    if options.draw is not None:
-        return draw(options)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
-    if not words or (not options.measure and len(words) != 1):
-        print(f"paceline plan: {_USAGE_OF_MEASURING if options.measure else _USAGE_OF_PREDICTING}", file=sys.stderr)
-        return 2
-    if options.measure and not (Path(words[0]).is_file() and os.access(words[0], os.R_OK)):
-        print(f"paceline plan: {words[0]} is not a readable file; {_USAGE_OF_MEASURING}", file=sys.stderr)
-        return 2
     try:
+        if options.draw is not None:
+            return draw(options)
+        if not words or (not options.measure and len(words) != 1):
+            raise ValueError(_USAGE_OF_MEASURING if options.measure else _USAGE_OF_PREDICTING)
+        if options.measure and not (Path(words[0]).is_file() and os.access(words[0], os.R_OK)):
+            raise ValueError(f"{words[0]} is not a readable file; {_USAGE_OF_MEASURING}")
         return _measure(options, words) if options.measure else _predict(options, Path(words[0]))
-    except OSError as error:
-        print(f"paceline plan: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except (CalibrationError, ValueError) as error:
-        print(f"paceline plan: {error}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        raise PacelineError(str(error)) from error
 
 
 def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
@@ -300,11 +287,7 @@ def _strategy(options: argparse.Namespace, calibration: Calibration) -> Strategy
 
 
 def _with_links(links: Links, text: str) -> Links:
-    """Returns the measured links after replacing those that `text` specifies.
-
-    Raises:
-        ValueError: the text is malformed or specifies an unknown link.
-    """
+    """Returns the measured links after replacing those that `text` specifies."""
     from paceline.comm.schedule.network import parse_links
 
     given: Mapping[str, NetworkLink] = parse_links(text)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import PacelineError
 from paceline.operate.diagnosis.chrome_trace import trace_of
 from paceline.operate.diagnosis.recording_reader import machines_in, read_aligned
 from paceline.operate.diagnosis.runs import JobRun, files_of_job, list_runs, runs_directory, when
@@ -38,13 +39,10 @@ def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(options: argparse.Namespace) -> int:
-    """Prints the diagnosis of a job; returns 1 if there is a fault, 2 if there are no recordings, otherwise 0."""
+    """Prints the diagnosis of a job; returns 1 if there is a fault, otherwise 0."""
     from paceline.operate.diagnosis.finding import summary
 
     directories = [Path(options.directory)]
-    if (problem := _problem_with(directories)) is not None:
-        print(f"paceline analyze: {problem}", file=sys.stderr)
-        return 2
     job = _diagnose(directories)
     found, verdict = job.postmortem, job.verdict
     verdicts = [*([verdict] if verdict is not None else []), *job.slowdowns]
@@ -61,21 +59,13 @@ def analyze(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _JobDiagnosis:
-    """The diagnosis of a job, derived from the job's files.
-
-    Attributes:
-        postmortem: the job's recordings.
-        verdict: the diagnosis of the job's failure, or None.
-        slowdowns: the ranks and links that were slow most of the time.
-        aggregator: the data for the report; None if no recording is readable.
-        what_if: the estimated time without the stragglers, or None if there are no stragglers.
-    """
+    """The diagnosis of a job, derived from the job's files."""
 
     postmortem: PostmortemData
-    verdict: Diagnosis | None
-    slowdowns: tuple[Diagnosis, ...]
-    aggregator: DashboardAggregator | None
-    what_if: StragglerEstimate | None
+    verdict: Diagnosis | None  # the cause of the job's failure
+    slowdowns: tuple[Diagnosis, ...]  # ranks and links that were slow most of the time
+    aggregator: DashboardAggregator | None  # data for the report; None if no recording is readable
+    what_if: StragglerEstimate | None  # estimated time without the stragglers, if there are any
 
 
 def _problem_with(directories: Sequence[Path]) -> str | None:
@@ -99,7 +89,11 @@ def _problem_with(directories: Sequence[Path]) -> str | None:
 
 
 def _diagnose(directories: Sequence[Path]) -> _JobDiagnosis:
-    """Reads and diagnoses a job. `paceline analyze` and `paceline report` use the same result, so that they agree."""
+    """Reads and diagnoses a job. `paceline analyze` and `paceline report` use the same result, so that they agree.
+
+    Raises:
+        PacelineError: the directories do not contain the recordings of a single job.
+    """
     from paceline.operate.dashboard.aggregator import what_if_of
     from paceline.operate.dashboard.external_collector import NothingRecordedError, aggregate_directories
     from paceline.operate.dashboard.job_sample import StallNotice
@@ -107,6 +101,8 @@ def _diagnose(directories: Sequence[Path]) -> _JobDiagnosis:
     from paceline.operate.diagnosis.slow_links import slow_network
     from paceline.operate.diagnosis.stragglers import describe, find_stragglers, work_before_calls
 
+    if (problem := _problem_with(directories)) is not None:
+        raise PacelineError(problem)
     found = read_job(*directories)
     verdict = verdict_on(found)
     network = slow_network(found.ranks)
@@ -134,33 +130,24 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_report(options: argparse.Namespace) -> int:
-    """Writes an HTML report; returns 0, or 2 if there are no recordings or the file cannot be written."""
+    """Writes an HTML report; returns the exit code."""
     from paceline import __version__
     from paceline.operate.dashboard.report import report
 
     directories: list[Path] = options.directories
     name = directories[0].resolve().name
     output = options.output or f"{name}.html"
-    if (problem := _problem_with(directories)) is not None:
-        print(f"paceline report: {problem}", file=sys.stderr)
-        return 2
     job = _diagnose(directories)
     if job.aggregator is None:
         where = " and ".join(map(str, directories))
-        print(f"paceline report: no recording in {where} is readable; see `paceline analyze`", file=sys.stderr)
-        return 2
+        raise PacelineError(f"no recording in {where} is readable; see `paceline analyze`")
     picture = replace(job.aggregator.state(), what_if=job.what_if)
-    try:
-        when = time.strftime("%d %B %Y, %H:%M", time.localtime())
-        page = report(picture, f"Report of {name}, created on {when} by Paceline {__version__}.")
-        if output == "-":
-            sys.stdout.buffer.write(page)
-        else:
-            Path(output).write_bytes(page)
-    except OSError as error:
-        print(f"paceline report: {error}", file=sys.stderr)
-        return 2
-    if output != "-":
+    when = time.strftime("%d %B %Y, %H:%M", time.localtime())
+    page = report(picture, f"Report of {name}, created on {when} by Paceline {__version__}.")
+    if output == "-":
+        sys.stdout.buffer.write(page)
+    else:
+        Path(output).write_bytes(page)
         print(f"{output}: {picture.header.sentence}")
     return 0
 

@@ -167,7 +167,6 @@ class Top(App[None]):
 
 
 def _bar(parts: list[float]) -> Text:
-    """Formats the parts of a step as a bar with a legend."""
     total = sum(parts) or 1.0
     bar, words = Text(), Text()
     for part, time in zip(PARTS, parts, strict=True):

@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from paceline.comm.security.untrusted_peers import decode_untrusted
+from paceline.errors import PacelineError
 from paceline.operate.dashboard.external_collector import ExternalCollector, OutOfReachError
 from paceline.operate.dashboard.server import ADDRESS_FILE
 from paceline.operate.diagnosis.runs import JobRun, RunStatus, list_runs, read_run, runs_directory
@@ -25,7 +26,7 @@ from paceline.operate.diagnosis.runs import JobRun, RunStatus, list_runs, read_r
 _TIMEOUT_S = 10.0
 
 
-class PageUnreachableError(Exception):
+class PageUnreachableError(PacelineError):
     """Raised if the dashboard does not respond or rejects the request."""
 
 
@@ -44,12 +45,12 @@ class PageAddress:
         """Parses an address printed by `paceline run --dash`.
 
         Raises:
-            ValueError: the text is not a dashboard's address.
+            NoRunningJobError: the text is not a dashboard's address.
         """
         parts = urlsplit(text)
         token = parse_qs(parts.query).get("token", [""])[0]
         if parts.scheme != "http" or parts.port is None or not token:
-            raise ValueError(
+            raise NoRunningJobError(
                 f"{text!r} is not the address of a page, which looks like http://localhost:8080/?token=..."
             )
         return cls(token, parts.hostname or "localhost", parts.port, parts.path.rstrip("/"))
@@ -91,8 +92,6 @@ def _connection(address: PageAddress) -> http.client.HTTPConnection:
 
 
 class _UnixSocketConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=_TIMEOUT_S)
         self._path = path
@@ -104,7 +103,7 @@ class _UnixSocketConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-class NoRunningJobError(ValueError):
+class NoRunningJobError(PacelineError):
     """Raised if the job does not exist or is not running."""
 
 
@@ -121,10 +120,7 @@ def find(target: str | None) -> PageAddress | JobRun:
     if target is None:
         return _latest()
     if "://" in target:
-        try:
-            return PageAddress.parse(target)
-        except ValueError as error:
-            raise NoRunningJobError(str(error)) from None
+        return PageAddress.parse(target)
     for directory in (Path(target), runs_directory() / target):
         run = read_run(directory)
         if run is not None and run.state is RunStatus.RUNNING:

@@ -62,7 +62,6 @@ def show(draw: Draw, every_s: float, is_once: bool) -> None:
 
 @contextlib.contextmanager
 def _full_screen() -> Iterator[None]:
-    """Switches to the terminal's alternate screen and hides the cursor; restores both on exit."""
     before = termios.tcgetattr(0) if sys.stdin.isatty() else None
     sys.stdout.write(_ENTER)
     try:
@@ -249,7 +248,6 @@ def _rate(nbytes_per_s: int | None) -> str:
 
 
 def _spark(values: Sequence[float], width: int) -> str:
-    """Formats the values as a sparkline."""
     size = max(1, -(-len(values) // max(1, width)))
     parts = [values[start : start + size] for start in range(0, len(values), size)]
     means = [sum(part) / len(part) for part in parts]

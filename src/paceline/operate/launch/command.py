@@ -206,7 +206,6 @@ def _with_text(job: Job) -> Job:
 
 
 def _check_settings(options: argparse.Namespace, job: Job) -> None:
-    """Checks the variables that workers read, and warns about probable mistakes."""
     from paceline.operate.launch.flags import flags_after_script
     from paceline.operate.launch.workers.environment import check_variables, misspelled
 

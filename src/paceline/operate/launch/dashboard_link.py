@@ -22,16 +22,8 @@ if TYPE_CHECKING:
 class DashboardLink:
     """The dashboard if this launcher serves it, otherwise a feed to the launcher that serves the dashboard.
 
-    Args:
-        job: The job, whose options specify whether there is a dashboard.
-        connection: The connection to the rendezvous. The launcher that hosts the rendezvous also serves the dashboard.
-        is_secret: Whether the job has a secret.
-        directory: The job's directory, or None.
-        say: A function that prints a line for the user.
-        workers: A function that returns the running workers on this machine.
-
-    Attributes:
-        local: The recorded activity on this machine, or None if the job cannot have a dashboard.
+    The launcher that hosts the rendezvous also serves the dashboard. `local`, the recorded activity on this machine, is
+    None if the job cannot have a dashboard.
     """
 
     def __init__(
@@ -106,22 +98,16 @@ class DashboardLink:
             self._feed = RemoteDashboardFeed(self.local, self._workers, self._offset_s, self._connection.client.send)
 
     def record_exits(self) -> None:
-        """Records the exits of workers. Must be called before the launcher reports the exits and closes the recordings.
-
-        `workers` must still return these workers.
-        """
+        """Records the exits of workers that `workers` still returns, before the launcher reports the exits."""
         if self._page is not None:
             self._page.local.watch(self._workers())
         elif self._feed is not None:
             self._feed.send_sample()
 
     def worker_ended(self, number: int, pid: int, how: str) -> None:
-        """Records a worker's exit before the launcher reports it. `workers` no longer returns this worker.
+        """Records the exit of a worker that `workers` no longer returns, before the launcher reports it.
 
-        Args:
-            number: The worker's number in the job.
-            pid: The worker's process id.
-            how: A description of the worker's failure, or "" if the worker succeeded or was asked to exit.
+        `how` describes the worker's failure, and is "" if the worker succeeded or was asked to exit.
         """
         if self.local is not None:
             self.local.worker_ended(number, pid, how)

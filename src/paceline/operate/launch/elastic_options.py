@@ -25,14 +25,9 @@ _Candidate = TypeVar("_Candidate")
 
 @dataclass(frozen=True)
 class Chaos:
-    """The configuration of the random actions performed on workers.
+    """The configuration of the random actions performed on workers."""
 
-    Attributes:
-        intervals_s: The kinds of actions, each with the mean time between actions in seconds.
-        seed: The seed for the random times.
-    """
-
-    intervals_s: tuple[tuple[str, float], ...]
+    intervals_s: tuple[tuple[str, float], ...]  # kinds of actions, each with the mean time between actions
     seed: int = 0
 
     @classmethod
@@ -70,17 +65,11 @@ class Chaos:
 
 @dataclass(frozen=True, order=True)
 class ChaosAction:
-    """A random action performed on a worker.
+    """A random action performed on a worker."""
 
-    Attributes:
-        at_s: The time of the action, in seconds since the actions were started.
-        kind: The kind of the action.
-        choice: A number in [0, 1) that selects the worker.
-    """
-
-    at_s: float
+    at_s: float  # time since the actions were started
     kind: str
-    choice: float
+    choice: float  # number in [0, 1) that selects the worker
 
     def victim_of(self, candidates: Sequence[_Candidate]) -> _Candidate:
         """Returns the candidate selected by `choice`."""
@@ -113,19 +102,12 @@ def _seconds(text: str, part: str) -> float:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """The options of an elastic job.
+    """The options of an elastic job."""
 
-    Attributes:
-        min_workers: The minimum number of workers. The job waits while it has fewer workers.
-        most_replacements: The maximum number of replacements on this machine, or None for no limit.
-        chaos: The configuration of random actions, or None.
-        preload: The modules to import before forking workers.
-    """
-
-    min_workers: int = 1
-    most_replacements: int | None = None
+    min_workers: int = 1  # the job waits while it has fewer workers
+    most_replacements: int | None = None  # limit for this machine; None for no limit
     chaos: Chaos | None = None
-    preload: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()  # modules to import before forking workers
 
 
 def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: bool) -> ElasticOptions | None:
@@ -160,7 +142,6 @@ def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: 
 
 
 def _check_chaos(chaos: Chaos, workers: int) -> None:
-    """Raises an error if the chaos actions are impossible on a single machine with `workers` workers."""
     if chaos.cuts:
         raise OptionError(
             "--chaos cut needs several machines: workers on one machine communicate through shared memory, so there "

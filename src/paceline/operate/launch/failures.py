@@ -163,11 +163,7 @@ def _summarized(text: str) -> str:
 
 
 def crash_line(output: bytes) -> str:
-    """Returns the line of the user's code in the stack that Python printed when it crashed, such as `train.py:71`.
-
-    Args:
-        output: the end of the worker's output. Without a stack in it, the result is "".
-    """
+    """Returns the user's line, such as `train.py:71`, in the stack of a crash at the end of the output; "" if none."""
     text = output.decode(errors="replace").replace("\r", "").rpartition(_CRASHED)[2]
     stack = text.partition("Current thread ")[2].partition("\n\n")[0]
     own = [(file, number) for file, number in _CRASH_FRAME.findall(stack) if is_user_file(file)]
@@ -268,11 +264,8 @@ def _tail(record: Record) -> str:
 def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None = None) -> str:
     """Describes the failure in one line, followed by its traceback if there is one.
 
-    Args:
-        failure: The failure to describe.
-        word: The noun for the worker's number.
-        printed_by: The worker that has already printed this or a similar traceback, if the user can still see it. Only
-            the last line of the traceback is then included.
+    If the user can still see this or a similar traceback, printed by worker `printed_by`, only the last line of the
+    traceback is included.
     """
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
@@ -307,18 +300,13 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
     return f"{line}; it left no Python traceback; look at its output above{log}"
 
 
-def report(failures: Sequence[WorkerFailure]) -> str:
-    """Returns the root cause, followed by one line for each other failure."""
-    return "\n".join(report_parts(failures))
-
-
 def report_parts(
     failures: Sequence[WorkerFailure],
     ranks: Sequence[int] = (),
     word: str = "rank",
     is_in_view: Callable[[str, str], bool] = lambda _text, _name: False,
 ) -> list[str]:
-    """Returns the parts of `report`, with a line that lists the members of `ranks` that did not fail.
+    """Returns the description of the cause, a line for each other failure, and a line for the ranks that did not fail.
 
     If there is only one failure, it is the last part, because users look at the end first. If there are several, the
     cause is the first part.
@@ -448,11 +436,6 @@ def write_thread_error(path: str, kind: type[BaseException], error: BaseExceptio
     exception, line = _summarized(in_one_line(Record(0.0, kind.__name__, text))), _last_user_line(text)
     with contextlib.suppress(OSError), open(f"{path}.thread", "x", errors="backslashreplace") as file:
         file.write(f"{exception} ({line})" if line else exception)
-
-
-def has_begun_exit(path: str) -> bool:
-    """Returns True if the interpreter had begun to shut down in the worker whose error file is `path`."""
-    return os.path.exists(f"{path}.at-exit")
 
 
 def record_uncaught(path: str, error: BaseException) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import NoReturn
 
 from paceline.comm.security.secret import LEVELS
+from paceline.errors import PacelineError
 from paceline.operate.launch.elastic_options import Chaos
 from paceline.operate.launch.option_types import (
     parse_backend,
@@ -92,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         return f"{flag} is not a flag; did you mean {near[0]}?" if near else f"{flag} is not a flag"
 
 
-class MissingShtabError(ImportError):
+class MissingShtabError(PacelineError):
     """Raised if shtab, which generates the scripts, is not installed."""
 
 
@@ -120,13 +121,11 @@ def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _kind_of(action: argparse.Action) -> str | None:
-    """Returns the name of shtab's completion for an argument, or None if the argument is not completed."""
     name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
     return "FILE" if name in _FILES else "DIRECTORY" if name in _DIRECTORIES else None
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """Returns the parsers of all subcommands, and of their subcommands."""
     found: list[argparse.ArgumentParser] = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

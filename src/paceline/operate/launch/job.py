@@ -197,7 +197,6 @@ def shutdown_timeout_s(options: argparse.Namespace, environment: Mapping[str, st
 
 
 def _parsed(parse: Callable[[str], _Parsed], text: str, name: str) -> _Parsed:
-    """Parses a value that has no flag of its own."""
     try:
         return parse(text)
     except argparse.ArgumentTypeError as error:

@@ -17,7 +17,7 @@ import msgspec
 
 from paceline.comm.security.untrusted_peers import decode_untrusted
 from paceline.operate.dashboard.access import Access, name_of, new_token
-from paceline.operate.dashboard.event_queue import Note, RemoteSample
+from paceline.operate.dashboard.event_queue import RemoteSample
 from paceline.operate.dashboard.job_sample import (
     BucketTiming,
     JobEvent,
@@ -49,13 +49,7 @@ _POLL_INTERVAL_S = 0.5  # interval between checks for started and exited workers
 class JobDashboard:
     """The dashboard of a job.
 
-    Args:
-        job: The job, whose options specify the address of the dashboard.
-        security: The security level of the job's connections.
-        directory: The job's directory, where `paceline top` finds the dashboard's address, or None.
-        say: A function that prints a line for the user.
-        send: A function that sends a message to the launchers on all machines.
-        local: The activity on this machine.
+    `paceline top` finds its address in `directory`, the job's directory. `send` sends a message to all launchers.
 
     Raises:
         AddressError: the dashboard cannot listen on the given address.
@@ -74,7 +68,7 @@ class JobDashboard:
         options = job.page
         assert options is not None
         self.local = local
-        self._next_s = 0.0
+        self.deadline_s = 0.0  # time (monotonic) at which `watch` must be called
         self._send = send
         self._has_others = job.rendezvous.address is not None
         self._was_watched = False
@@ -105,36 +99,27 @@ class JobDashboard:
         for line in greeting:
             say(line)
 
-    def note(self, note: Note) -> None:
-        """Displays a note, such as a diagnosis."""
-        self.local.notes.leave(note)
-
     def seen(self, body: str) -> None:
         """Displays an update from another machine."""
         with contextlib.suppress(ValueError):  # the update may be from a different version
-            self.note(decode_update(body))
+            self.local.notes.leave(decode_update(body))
 
     def stalled(self, message: UserMessage) -> None:
         """Displays the cause of a stall or failure, or a notice that the job has resumed."""
         has_cause = message.is_stall or message.is_failure
         notice = StallNotice(message.text, message.blamed, (), time.monotonic(), message.is_failure)
-        self.note(notice if has_cause else None)
+        self.local.notes.leave(notice if has_cause else None)
 
     def generation(self, world_size: int, restarts: int) -> None:
         """Displays the start of workers, with the number of ranks and the number of restarts so far."""
         self._facts = replace(self._facts, world_size=world_size, restarts=restarts)
-        self.note(self._facts)
-
-    @property
-    def deadline_s(self) -> float:
-        """The time (monotonic) at which `watch` must be called."""
-        return self._next_s
+        self.local.notes.leave(self._facts)
 
     def watch(self, now_s: float, workers: Callable[[], Iterable[WatchedWorker]]) -> None:
         """If a check is due, records which workers have started or exited, and sends pending messages."""
-        if now_s < self._next_s:
+        if now_s < self.deadline_s:
             return
-        self._next_s = now_s + _POLL_INTERVAL_S
+        self.deadline_s = now_s + _POLL_INTERVAL_S
         if self._has_others and self._serving.is_watched != self._was_watched:
             self._was_watched = self._serving.is_watched
             self._send(DashboardWatched(self._was_watched))
@@ -152,7 +137,7 @@ class JobDashboard:
 
     def over(self, outcome: str) -> None:
         """Displays the job's outcome: "finished", "failed" or "stopped"."""
-        self.note(replace(self._facts, outcome=outcome))
+        self.local.notes.leave(replace(self._facts, outcome=outcome))
 
     def close(self) -> None:
         """Closes the dashboard; idempotent."""
@@ -167,12 +152,7 @@ class JobDashboard:
 class RemoteDashboardFeed:
     """Samples this machine's workers every second until `close` is called.
 
-    Args:
-        local: The activity recorded by this launcher.
-        workers: A function that returns the running workers.
-        offset_s: A function that returns the offset from this machine's clock to the clock on the dashboard's machine,
-            in seconds.
-        send: A function that sends an update.
+    `offset_s` returns the offset from this machine's clock to the clock on the dashboard's machine, in seconds.
     """
 
     def __init__(
@@ -227,11 +207,7 @@ def encode_update(sample: JobSample, offset_s: float) -> str:
 
 
 def decode_update(body: str) -> RemoteSample:
-    """Decodes a sample from another machine.
-
-    Raises:
-        ValueError: `body` is not an update.
-    """
+    """Decodes a sample from another machine; raises ValueError if `body` is not one."""
     return decode_untrusted(_decode, body)
 
 
@@ -243,8 +219,7 @@ def _latest(lines: tuple[Line, ...]) -> tuple[Line, ...]:
         if characters > _MOST_CHARACTERS:
             break
         kept.append(line)
-    left_out = len(lines) - len(kept)
-    if left_out:
+    if left_out := len(lines) - len(kept):
         first = lines[0]
         kept.append(Line(first.at_s, first.rank, 2, f"({left_out} lines of this machine's ranks are omitted here)"))
     return tuple(reversed(kept))
@@ -260,15 +235,11 @@ def _shifted(moment: _Moment, offset_s: float) -> _Moment:
 def _rank(sample: RankSample, offset_s: float) -> RankSample:
     last = len(sample.steps) - 1
     steps = tuple(_step(step, offset_s, index == last) for index, step in enumerate(sample.steps))
-    return replace(sample, heard_s=sample.heard_s + offset_s, steps=steps, pending=_pending(sample.pending, offset_s))
-
-
-def _pending(state: RankState | None, offset_s: float) -> RankState | None:
-    """Returns the groups and calls of a rank, with the calls' arrival times on the dashboard's clock."""
-    if state is None:
-        return None
-    calls = tuple(replace(call, arrived_s=call.arrived_s + offset_s) for call in state.calls)
-    return RankState(state.rank, seats=state.seats, calls=calls)
+    pending = sample.pending
+    if pending is not None:
+        calls = tuple(replace(call, arrived_s=call.arrived_s + offset_s) for call in pending.calls)
+        pending = RankState(pending.rank, seats=pending.seats, calls=calls)
+    return replace(sample, heard_s=sample.heard_s + offset_s, steps=steps, pending=pending)
 
 
 def _step(step: RankStep, offset_s: float, is_last: bool) -> RankStep:

@@ -191,13 +191,8 @@ class Events:
         """Writes one event with its time, host and attributes."""
         if self._listener is not None:
             self._listener(event, facts)
-        line = {
-            "event": event,
-            "time_s": round(time.time(), 3),
-            "host": socket.gethostname(),
-            "run_id": self._run_id,
-            **facts,
-        }
+        now_s, host = round(time.time(), 3), socket.gethostname()
+        line = {"event": event, "time_s": now_s, "host": host, "run_id": self._run_id, **facts}
         text = json.dumps(line).encode() + b"\n"
         if self._to_stderr:
             self._write_to_stderr(text)

@@ -92,7 +92,7 @@ class Launcher(ABC):
         self._events = Events(job.events, job.run_id, self._console, path, listener)
         self._stopped_by: signal.Signals | None = None
         self._end: JobEnded | None = None
-        self._world = range(0)  # ranks on this machine in the latest generation
+        self._world = range(0)  # all ranks in the latest generation
         self._selector = selectors.DefaultSelector()
         self._watcher = Watchdog(job.stall_after_s, self._watched, self._on_snapshot)
         self._headlines: list[str] = []  # printed before the report of the failures

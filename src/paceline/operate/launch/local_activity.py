@@ -24,10 +24,8 @@ _KEPT_NBYTES = 1 << 16  # amount of output kept for viewers that open the dashbo
 class LocalActivity:
     """The recorded events, output and workers on this machine.
 
-    Args:
-        is_observed: Whether to process output as it arrives. If not, the latest output is stored at almost no cost
-            until `set_observed(True)`.
-        has_all_events: Whether to include events that the launcher with the dashboard also records.
+    Unless `is_observed`, the latest output is only stored, at almost no cost, until `set_observed(True)` is called.
+    Unless `has_all_events`, events that the launcher with the dashboard also records are left out.
     """
 
     def __init__(self, is_observed: bool = True, has_all_events: bool = True) -> None:
@@ -127,8 +125,6 @@ class LocalActivity:
 
 
 class _DashboardSink:
-    """Sink for one output stream."""
-
     def __init__(self, notes: LocalActivity, lines: LinePrefixer) -> None:
         self._notes = notes
         self._lines = lines

@@ -42,10 +42,7 @@ def parse_workers(text: str) -> int:
         return gpus or (allowed_cores() if text == "auto" else 0)
     if text == "cpu":
         return allowed_cores()
-    number = whole_number(text, least=1)
-    if number is None:
-        raise ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor auto, gpu or cpu")
-    return number
+    return _found(whole_number(text, least=1), text, "neither a number of at least 1 nor auto, gpu or cpu")
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -58,28 +55,25 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return least, most
 
 
+def _found(number: int | None, text: str, fault: str) -> int:
+    if number is None:
+        raise ArgumentTypeError(f"{text!r} is {fault}")
+    return number
+
+
 def parse_from_0(text: str) -> int:
     """Parses an integer that is at least 0."""
-    number = whole_number(text)
-    if number is None:
-        raise ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return number
+    return _found(whole_number(text), text, "not a number of at least 0")
 
 
 def parse_from_1(text: str) -> int:
     """Parses an integer that is at least 1."""
-    number = whole_number(text, least=1)
-    if number is None:
-        raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return number
+    return _found(whole_number(text, least=1), text, "not a number of at least 1")
 
 
 def parse_port(text: str) -> int:
     """Parses a TCP port."""
-    number = whole_number(text, least=1, most=65535)
-    if number is None:
-        raise ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
-    return number
+    return _found(whole_number(text, least=1, most=65535), text, "not a port from 1 to 65535")
 
 
 def parse_switch(text: str) -> bool:
@@ -139,12 +133,7 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
 
 def parse_rank_or_none(text: str) -> int | None:
     """Parses a rank or `none`."""
-    if text == "none":
-        return None
-    number = whole_number(text)
-    if number is None:
-        raise ArgumentTypeError(f"{text!r} is neither a rank nor none")
-    return number
+    return None if text == "none" else _found(whole_number(text), text, "neither a rank nor none")
 
 
 def parse_streams(text: str) -> StreamsOfRanks:
@@ -164,10 +153,8 @@ def parse_streams(text: str) -> StreamsOfRanks:
 
 def parse_ranks(text: str) -> frozenset[int]:
     """Parses a list of local ranks; an empty list stands for all ranks."""
-    ranks = [whole_number(word.strip()) for word in text.split(",") if word.strip()]
-    if None in ranks:
-        raise ArgumentTypeError(f"{text!r} is not a list of local ranks, as in 0,1,2")
-    return frozenset(rank for rank in ranks if rank is not None)
+    numbers = [whole_number(word.strip()) for word in text.split(",") if word.strip()]
+    return frozenset(_found(number, text, "not a list of local ranks, as in 0,1,2") for number in numbers)
 
 
 def parse_words(text: str) -> tuple[str, ...]:

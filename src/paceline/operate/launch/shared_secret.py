@@ -43,8 +43,6 @@ _SECRET_BYTES = 32
 _LOOK_S = 0.1
 _PATIENCE_S = 3.0
 _ADVICE = "set PACELINE_SECRET to the same value on all machines instead, as `paceline launch-script slurm` does"
-
-
 _HOST = re.compile(r"[A-Za-z0-9._:%-]+")  # a host name, or an address with an optional interface
 
 
@@ -124,11 +122,7 @@ def read_token() -> str:
 
 
 class SlurmSecret:
-    """The secret of a Slurm step. On launcher 0, `close` removes the files.
-
-    Args:
-        environment: The environment with Slurm's variables.
-    """
+    """The secret of a Slurm step. On launcher 0, `close` removes the files."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         step = "-".join(environment.get(name, "0") for name in _STEP)
@@ -146,8 +140,10 @@ class SlurmSecret:
         secret = secrets.token_bytes(_SECRET_BYTES)
         refusals = []
         for directory in self._directories:
+            path = os.path.join(directory, self._name)
             try:
-                self._write(directory, secret)
+                write_own(path, secret)  # atomically: readers see either no file or the complete file
+                self._written.append(path)
             except OSError as error:
                 refusals.append(f"{directory} ({error.strerror})")
         if not self._written:
@@ -187,11 +183,6 @@ class SlurmSecret:
                 os.unlink(path)
         self._written.clear()
 
-    def _write(self, directory: str, secret: bytes) -> None:
-        path = os.path.join(directory, self._name)
-        write_own(path, secret)  # atomically: readers see either no file or the complete file
-        self._written.append(path)
-
     def _read(self, directory: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             # NFS caches the absence of names until the directory is reopened.
@@ -205,9 +196,9 @@ class SlurmSecret:
     def _read_checked(self, within: int, path: str) -> bytes:
         try:
             fd = os.open(self._name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=within)
+        except (FileNotFoundError, PermissionError):
+            raise
         except OSError as error:
-            if isinstance(error, (FileNotFoundError, PermissionError)):
-                raise
             raise ValueError(f"{path} is not a regular file ({error.strerror}); remove it, or {_ADVICE}") from error
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
@@ -221,11 +212,7 @@ class SlurmSecret:
 
 
 def secret_of(job: Job, shared: SlurmSecret, say: Callable[[str], None]) -> bytes | None:
-    """Returns the secret for the rendezvous between a job's machines, or None.
-
-    Raises:
-        RendezvousTimeoutError, ValueError, OSError: see `SlurmSecret` and `job_secret`.
-    """
+    """Returns the secret for the rendezvous between a job's machines, or None; errors as in `SlurmSecret`."""
     rendezvous, scheduler = job.rendezvous, job.scheduler
     if chosen_level() == "none":
         say("security level none: connections are neither authenticated nor encrypted")

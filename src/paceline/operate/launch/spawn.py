@@ -232,7 +232,6 @@ class ProcessContext:
         self._release()
 
     def _wait(self, running: list[int], deadline_s: float | None) -> None:
-        """Waits until a process has exited or failed, the watchdog needs attention, or the deadline has passed."""
         watchdog = self._watchdog.watchdog
         deadlines = [time_s for time_s in (deadline_s, watchdog.deadline_s) if time_s is not None]
         timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -243,7 +242,6 @@ class ProcessContext:
         watchdog.tick(time.monotonic())
 
     def _collect(self) -> None:
-        """Receives reported exceptions."""
         for rank, failure in list(self._failures.items()):
             if failure.poll():
                 del self._failures[rank]  # a process reports at most one exception, then closes the pipe
@@ -272,11 +270,7 @@ class ProcessContext:
 class SpawnWatchdog:
     """Monitors processes until `close` is called, with a `watchdog` driven by the waiting thread.
 
-    Args:
-        processes: The processes, by rank.
-        started_ns: The start time of the first process, in nanoseconds since the epoch.
-        directory: The directory with the processes' recordings.
-        stall_after_s: The duration in seconds after which a call counts as stalled; 0 disables the watchdog.
+    The processes, of which the first started at `started_ns` (time of day), have their recordings in `directory`.
     """
 
     def __init__(self, processes: Sequence[BaseProcess], started_ns: int, directory: str, stall_after_s: float) -> None:
@@ -327,17 +321,15 @@ class SpawnWatchdog:
 
     def _find_recordings(self) -> None:
         """Opens new recordings. A process creates its recording together with its first group."""
-        missing = {process.pid: rank for rank, process in enumerate(self._processes) if rank not in self._recordings}
+        missing = {str(each.pid): rank for rank, each in enumerate(self._processes) if rank not in self._recordings}
         if not missing:
             return
         with contextlib.suppress(OSError):
             for name in os.listdir(self._directory):
                 begun_ns, _, pid = name.removesuffix(SUFFIX).partition("-")
-                if begun_ns.isdecimal() and pid.isdecimal() and int(begun_ns) >= self._started_ns:
-                    rank = missing.get(int(pid))
-                    if rank is not None:
-                        path = os.path.join(self._directory, name)
-                        self._recordings[rank] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                if pid in missing and begun_ns.isdecimal() and int(begun_ns) >= self._started_ns:
+                    path = os.path.join(self._directory, name)
+                    self._recordings[missing[pid]] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def _ending(self, rank: int, process: BaseProcess) -> RankExitStatus | None:
         record = self._exceptions.get(rank)
@@ -350,10 +342,8 @@ class SpawnWatchdog:
 
     def _report(self, body: str, _: bool) -> None:
         """Diagnoses a stall from a snapshot, given as JSON; "" means that the processes have resumed."""
-        now_s = time.monotonic()
         if not body:
-            resumed = self._reporter.resumed(now_s)
-            if resumed is not None:
+            if (resumed := self._reporter.resumed(time.monotonic())) is not None:
                 _say(resumed)
             return
         from paceline.operate.diagnosis.machine_snapshot import decode

@@ -39,13 +39,10 @@ _LONGEST_PAUSE_S = 30.0  # maximum interval between snapshots that do not find a
 class Watchdog:
     """Monitors workers until `close` is called.
 
-    Attributes:
-        is_on: Whether the watchdog takes snapshots.
-
     Args:
-        stall_after_s: The duration in seconds after which a call counts as stalled; 0 turns the watchdog off.
+        stall_after_s: The duration after which a call counts as stalled; 0 turns the watchdog off.
         workers: A function that returns the running workers.
-        report: A function called with each snapshot as JSON and a flag that is True if the snapshot was taken because
+        report: A function called with each snapshot as JSON, and a flag that is True if the snapshot was taken because
             of a failure. When workers resume after a reported stall, the function is called with "". `tick` and
             `collect` call the function on the launcher's thread.
     """
@@ -108,9 +105,8 @@ class Watchdog:
     def start_snapshot(self, is_requested: bool, may_be_idle: bool = False) -> None:
         """Starts a snapshot unless one is in progress.
 
-        Args:
-            is_requested: Whether to report the snapshot even without a stall.
-            may_be_idle: Whether no worker has recorded anything for a long time.
+        With `is_requested`, the snapshot is reported even without a stall. `may_be_idle` is set if no worker has
+        recorded anything for a long time.
         """
 
         def take(workers: Sequence[WatchedWorker]) -> MachineSnapshot | None:
@@ -204,9 +200,8 @@ class Watchdog:
     def close(self, lives_on: bool = False) -> None:
         """Waits for a snapshot in progress; idempotent.
 
-        Args:
-            lives_on: Whether this process may fork later. If so, a thread that imports modules is joined first, because
-                a fork would inherit the locks of modules being imported and never release them.
+        If this process may fork later (`lives_on`), a thread that imports modules is joined first, because a fork would
+        inherit the locks of modules being imported and never release them.
         """
         if lives_on and self._preparing is not None:
             self._preparing.join()
@@ -249,10 +244,7 @@ def final_snapshot(workers: Sequence[WatchedWorker]) -> str | None:
 def ending_of(exit_code: int, failure: WorkerFailure | None, exit_line: str = "") -> RankExitStatus | None:
     """Returns the exit status of a worker, or None if the launcher terminated the worker.
 
-    Args:
-        exit_code: The worker's exit code, negative for a signal.
-        failure: The worker's failure, or None.
-        exit_line: The line of the user's code that exited with exit code 0, or "".
+    `exit_line` is the line of the user's code that exited with exit code 0, or "".
     """
     from paceline.operate.diagnosis.job_snapshot import ExitReason, RankExitStatus
 

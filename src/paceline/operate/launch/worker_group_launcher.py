@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from paceline.comm.security.authenticated_listener import ListeningEndpoint
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 from paceline.comm.security.secret import SecretFile
-from paceline.comm.store.tcp_store import PortInUseError, listen
+from paceline.comm.store.tcp_store import listen
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError
 from paceline.linux import interrupts_raised
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
@@ -63,11 +63,8 @@ if TYPE_CHECKING:
 def run(job: Job, listener: ListeningEndpoint | None = None, secret: bytes | None = None) -> int:
     """Runs this machine's part of the job to completion; returns the exit code for the shell.
 
-    Args:
-        job: the job to run.
-        listener: an open listener for the rendezvous, or None.
-        secret: the job's secret. By default, a single machine creates a secret; several machines use the secret in the
-            environment or, under Slurm, the secret created by launcher 0.
+    `listener` is an open listener for the rendezvous, or None. By default, a single machine creates a secret; several
+    machines use the secret in the environment or, under Slurm, the secret created by launcher 0.
 
     Raises:
         PacelineError, ValueError: the machines' rendezvous failed.
@@ -118,20 +115,15 @@ def _take_part(
     try:
         if job.one_port is not None:
             require_port(connection.address, secret)
-        with _launcher_of(job, connection, secret, shared, cleanup) as launcher:
+        kind: type[Launcher] = WorkerGroupLauncher
+        if job.elastic is not None:
+            from paceline.operate.launch.elastic.elastic_agent import ElasticAgent
+
+            kind = ElasticAgent
+        with kind(job, connection, secret, shared, cleanup) as launcher:
             return launcher.run(), launcher.moved
     finally:
         connection.close()
-
-
-def _launcher_of(
-    job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
-) -> Launcher:
-    if job.elastic is None:
-        return WorkerGroupLauncher(job, connection, secret, shared, cleanup)
-    from paceline.operate.launch.elastic.elastic_agent import ElasticAgent
-
-    return ElasticAgent(job, connection, secret, shared, cleanup)
 
 
 class WorkerGroupLauncher(Launcher):
@@ -285,8 +277,7 @@ class WorkerGroupLauncher(Launcher):
             self._explain(failure)
 
     def _explain(self, failure: WorkerFailure) -> None:
-        """Takes a snapshot immediately if the cause of a failure might already be known, because workers may exit
-        slowly.
+        """Takes a snapshot at once if the cause of a failure might already be known, because workers may exit slowly.
 
         A failure caused by another rank is explained if a rank has left early, on this or on another machine.
         """
@@ -369,13 +360,7 @@ class WorkerGroupLauncher(Launcher):
 def open_rendezvous(
     job: Job, secret: bytes | None, say: Callable[[str], None], listener: ListeningEndpoint | None = None
 ) -> NodeConnection:
-    """Connects this machine to the rendezvous.
-
-    Args:
-        job: The job's description, with the rendezvous address.
-        secret: The job's secret.
-        say: A function that prints a line for the user.
-        listener: The listener for the server if one is already open, or None.
+    """Connects this machine to the rendezvous; `listener` is the server's, if it is already open.
 
     Raises:
         StoreConnectionError: This machine should host the rendezvous but cannot.
@@ -385,12 +370,8 @@ def open_rendezvous(
     """
     options = job.rendezvous
     if options.address is None:
-        return NodeConnection(
-            LocalClient(
-                DashboardRelay(DiagnosisCollector(_controller(job), "rank" if job.elastic is None else "slot"))
-            ),
-            "127.0.0.1",
-        )
+        collector = DiagnosisCollector(_controller(job), "rank" if job.elastic is None else "slot")
+        return NodeConnection(LocalClient(DashboardRelay(collector)), "127.0.0.1")
     address = options.address
     server = None
     if listener is None and options.serves is not False:
@@ -401,9 +382,8 @@ def open_rendezvous(
 
         return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), controller)
     if listener is not None and controller is not None:
-        server = RendezvousServer(
-            listener, secret, DashboardRelay(DiagnosisCollector(controller)), options.silence_s, bears_starvation=True
-        )
+        relay = DashboardRelay(DiagnosisCollector(controller))
+        server = RendezvousServer(listener, secret, relay, options.silence_s, bears_starvation=True)
         address = server.address
     try:
         client = connect_client(address, secret, options.join_timeout_s, options.silence_s, say)
@@ -416,7 +396,6 @@ def open_rendezvous(
 
 
 def _controller(job: Job) -> JobController:
-    """Creates the controller for this job."""
     policy, now_s = _policy(job), time.monotonic()
     if job.elastic is None:
         return Membership(policy, now_s)
@@ -446,9 +425,7 @@ def _listener(options: RendezvousOptions, address: tuple[str, int], secret: byte
     host = host_to_serve_on(address[0], bool(options.serves))
     try:
         return None if host is None else listen(host, address[1], secret)
-    except StoreConnectionError as error:
-        if not options.serves and isinstance(error, PortInUseError):
-            return None  # another launcher on this machine already hosts the rendezvous
+    except StoreConnectionError:
         if options.serves:
             raise
-    return None
+        return None  # for example, another launcher on this machine already hosts the rendezvous

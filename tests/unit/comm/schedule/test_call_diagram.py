@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from paceline.cli import plan
+from paceline.cli.main import main
 from paceline.comm.schedule.algorithms import ALGORITHMS
 from paceline.comm.schedule.call_diagram import draw_call
 from paceline.comm.schedule.network import Network, NetworkLink
@@ -19,12 +17,7 @@ LINK = NetworkLink(1e-4, 1e9)
 
 
 def run(*flags):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--links")
-    parser.add_argument("--per-node", type=int, default=1)
-    parser.add_argument("-o", "--output", type=Path)
-    plan.add_drawing_arguments(parser)
-    return plan.draw(parser.parse_args(flags))
+    return main(["plan", *flags])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -9,7 +9,6 @@ from paceline.operate.launch.failures import (
     Record,
     WorkerFailure,
     describe_signal,
-    report,
     report_parts,
     shortened,
     signal_name,
@@ -20,6 +19,10 @@ def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> 
     kind = text.partition(":")[0].rpartition(".")[2] if text else ""
     record = Record(time_s, kind, f"Traceback\n{text}\n") if text else None
     return WorkerFailure(rank, 100 + rank, code, time_s, record, host="h0")
+
+
+def report(failures: list[WorkerFailure]) -> str:
+    return "\n".join(report_parts(failures))
 
 
 @pytest.mark.parametrize(

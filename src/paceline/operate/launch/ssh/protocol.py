@@ -37,35 +37,20 @@ class LauncherExited(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
-    """The part of a job that one machine runs.
+    """The part of a job that one machine runs. The other attributes take precedence over the flags in `words`."""
 
-    Attributes:
-        words: The complete command line. The other attributes take precedence over its flags.
-        directory: The working directory.
-        environment: The variables to set, taken from the launching process's environment.
-        secret: The job's secret in hexadecimal; None with the security level `none`.
-        node_rank: The number of this machine.
-        nodes: The number of machines.
-        workers: The number of workers on this machine; None to use the number in the command line.
-        run_id: The job's name.
-        shutdown_s: The time between the shutdown request and SIGKILL, in seconds.
-        rendezvous: The address of the rendezvous; None on the machine that hosts the rendezvous.
-        toward: The name of another machine, from which the rendezvous address must be reachable.
-        passes_local_rank: Whether to pass --local_rank to workers.
-    """
-
-    words: list[str]
-    directory: str
-    environment: dict[str, str]
-    secret: str | None
+    words: list[str]  # complete command line
+    directory: str  # working directory
+    environment: dict[str, str]  # variables to set, taken from the launching process's environment
+    secret: str | None  # in hexadecimal; None with the security level `none`
     node_rank: int
     nodes: int
-    workers: int | None
+    workers: int | None  # number of workers on this machine; None to use the number in the command line
     run_id: str
-    shutdown_s: float
-    rendezvous: tuple[str, int] | None = None
-    toward: str = ""
-    passes_local_rank: bool = False
+    shutdown_s: float  # time between the shutdown request and SIGKILL
+    rendezvous: tuple[str, int] | None = None  # None on the machine that hosts the rendezvous
+    toward: str = ""  # name of another machine, from which the rendezvous address must be reachable
+    passes_local_rank: bool = False  # whether to pass --local_rank to workers
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):

@@ -91,15 +91,7 @@ class LaunchTimeouts:
 
 
 class RemoteLaunch:
-    """The state of all launchers.
-
-    Args:
-        parts: The assignment for each machine, without the address of the rendezvous.
-        attempts: The parameters for starting each launcher.
-        limits: The time limits.
-        now_s: The current time.
-        is_elastic: Whether the job continues when machines are lost.
-    """
+    """The state of all launchers. `parts` are the assignments, without the address of the rendezvous."""
 
     def __init__(
         self,
@@ -112,7 +104,7 @@ class RemoteLaunch:
         self._parts = list(parts)
         self._attempts = list(attempts)
         self._limits = limits
-        self._is_elastic = is_elastic
+        self._is_elastic = is_elastic  # whether the job continues when machines are lost
         self._phases = [LauncherPhase.STARTED] * len(parts)
         self._codes: list[int | None] = [None] * len(parts)
         self._rendezvous: tuple[str, int] | None = None
@@ -233,10 +225,7 @@ class RemoteLaunch:
             self._end_by(now_s + PATIENCE_S)
 
     def _fail(self, reasons: Sequence[str], now_s: float) -> None:
-        """Ends the job after launchers failed to start.
-
-        The other launchers are first given time to report their own failures.
-        """
+        """Ends the job after launchers failed to start, once the others have had time to report their own failures."""
         if self._is_ending:
             return  # the launcher failed because the job is already ending
         self._actions += [ShowText(reason) for reason in reasons]
@@ -260,10 +249,7 @@ class RemoteLaunch:
 def explain_failed_launch(attempt: LaunchAttempt, code: int, errors: str) -> str:
     """Returns a sentence for the user about a launcher that failed to start.
 
-    Args:
-        attempt: The parameters with which the launcher was started.
-        code: The exit code of ssh, or of the interpreter if ssh was not used.
-        errors: The output on stderr.
+    `code` is the exit code of ssh, or of the interpreter if ssh was not used, and `errors` the output on stderr.
     """
     if code == _SSH_FAILED and not attempt.is_here:
         return f"{attempt.destination}: {_of_ssh(attempt, errors)}"

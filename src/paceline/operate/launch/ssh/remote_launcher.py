@@ -143,7 +143,6 @@ def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
 
 
 def _launch(part: NodeAssignment) -> int:
-    """Runs this machine's launcher; returns its exit code."""
     die_on_interrupt()
     from paceline.operate.launch.command import add_run_arguments, run_command
     from paceline.operate.launch.flags import Parser

@@ -121,7 +121,6 @@ def _holds_modules(script: str) -> bool:
 
 
 def _code_of(content: bytes, script: str) -> CodeType:
-    """Returns the code object for a source file or a compiled file."""
     if not script.endswith(".pyc"):
         return compile(content, script, "exec")
     import marshal

@@ -196,7 +196,6 @@ class Forker:
                     socket.send_fds(self._connection, [template.READY], fds)
 
     def _interpret(self, request: ForkRequest) -> None:
-        """Starts a worker in a new interpreter."""
         stdin, stdout, stderr, *channel = request.fds(self._nothing)
         variables = {**request.variables, **({template.CHANNEL: str(channel[0])} if channel else {})}
         process = subprocess.Popen(

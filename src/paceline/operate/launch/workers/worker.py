@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from paceline import _core
 from paceline.linux import pidfd_open, waits_for_stdin
-from paceline.operate.launch.failures import Record, WorkerFailure, crash_line, has_begun_exit, read_exit
+from paceline.operate.launch.failures import Record, WorkerFailure, crash_line, read_exit
 from paceline.operate.launch.job import Command, CommandKind
 from paceline.operate.launch.job_directory import RecordingMemory
 from paceline.operate.launch.workers.cleanup import kill_group
@@ -246,7 +246,7 @@ def failure_of(
     if record is not None:
         return replace(failure, exit_code=1)
     exit_line, exit_message = read_exit(worker.error_file) if code > 0 else (crash_line(output), "")
-    at_exit = has_begun_exit(worker.error_file)
+    at_exit = os.path.exists(f"{worker.error_file}.at-exit")  # the interpreter had begun to shut down
     return replace(failure, at_exit=at_exit, exit_line=exit_line, exit_message=exit_message)
 
 
