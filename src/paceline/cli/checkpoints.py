@@ -300,11 +300,7 @@ class CheckpointContents:
 
 
 def contents_of(path: str) -> CheckpointContents:
-    """Opens the checkpoint at a path.
-
-    Raises:
-        CheckpointError: there is no readable checkpoint at the path.
-    """
+    """Opens the checkpoint at a path; raises CheckpointError if there is none that is readable."""
     foreign = foreign_at(path)
     if foreign is None:
         checkpoint = open_checkpoint(path)

@@ -161,8 +161,9 @@ def _migrate(options: argparse.Namespace) -> int:
         written = program.write() if options.write else 0
     except (MissingLibCST, OSError) as error:
         raise PacelineError(str(error)) from error
-    for file in program.files if not options.write else ():
-        sys.stdout.writelines(_file_diff(file))
+    if not options.write:
+        for file in program.files:
+            sys.stdout.writelines(_file_diff(file))
     for line in _migration_report(program):
         print(line, file=sys.stderr)
     if options.write:

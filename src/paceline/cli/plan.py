@@ -1,7 +1,4 @@
-"""`paceline plan`: measures a script on this machine and predicts its training time and goodput on other machines.
-
-`paceline plan --draw` draws the messages of an algorithm.
-"""
+"""`paceline plan`: measures a script, predicts its training on other machines, and draws an algorithm's messages."""
 
 from __future__ import annotations
 
@@ -37,15 +34,6 @@ _USAGE_OF_PREDICTING = "pass one calibration file, which `paceline plan --measur
 _WORKER = "paceline.operate.plan.measure_worker"
 
 
-def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for drawings. Drawings also use `--links`, `--per-node` and `--output`."""
-    drawing = parser.add_argument_group("drawing")
-    drawing.add_argument("--draw", metavar="ALGORITHM", help="draw an algorithm's messages over time, as an SVG")
-    drawing.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks in the drawing (default: 8)")
-    drawing.add_argument("--operation", default="all_reduce", metavar="NAME", help="default: all_reduce")
-    drawing.add_argument("--nbytes", type=int, default=1 << 20, metavar="N", help="size of the tensor (default: 1 MiB)")
-
-
 def draw(options: argparse.Namespace) -> int:
     """Writes the drawing to `--output` or stdout; raises ValueError for invalid flags."""
     from paceline.comm.schedule.call_diagram import draw_call
@@ -76,23 +64,10 @@ def draw(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_failure_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that describe failures."""
-    failing = parser.add_argument_group("failures")
-    failing.add_argument(
-        "--failures", metavar="TIMES", help="mean times between failures, such as machine=30d,worker=90d,job=60d"
-    )
-    failing.add_argument("--times", metavar="TIMES", default="", help="such as repair=10min,saving=2s,restarting=5min")
-
-
-def goodput_of_predictions(
+def _goodput_of_predictions(
     options: argparse.Namespace, calibration: Calibration, predictions: Sequence[JobPrediction]
 ) -> tuple[list[Goodput], EventTimes]:
-    """Returns the goodput of each predicted job, and the event times of the last job.
-
-    Raises:
-        ValueError: a flag is malformed or a time is out of range.
-    """
+    """Returns the goodput of each predicted job, and the event times of the last job."""
     from paceline.operate.plan.goodput import goodput, parse_failures, parse_times
     from paceline.operate.plan.simulated_job import EventTimes
 
@@ -141,8 +116,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the script on one rank only, not on each of --per-node ranks at the same time",
     )
-    add_failure_arguments(parser)
-    add_drawing_arguments(parser)
+    failing = parser.add_argument_group("failures")
+    failing.add_argument(
+        "--failures", metavar="TIMES", help="mean times between failures, such as machine=30d,worker=90d,job=60d"
+    )
+    failing.add_argument("--times", metavar="TIMES", default="", help="such as repair=10min,saving=2s,restarting=5min")
+    drawing = parser.add_argument_group("drawing")
+    drawing.add_argument("--draw", metavar="ALGORITHM", help="draw an algorithm's messages over time, as an SVG")
+    drawing.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks in the drawing (default: 8)")
+    drawing.add_argument("--operation", default="all_reduce", metavar="NAME", help="default: all_reduce")
+    drawing.add_argument("--nbytes", type=int, default=1 << 20, metavar="N", help="size of the tensor (default: 1 MiB)")
     for name in _PASSED_ON:
         measuring.add_argument(f"--{name}", metavar="...", help="as for `paceline run`, to measure the links")
 
@@ -240,7 +223,7 @@ def _predict(options: argparse.Namespace, path: Path) -> int:
     ]
     advice = advise(calibration, predictions[-1], network, simulate_call)
     surviving, times = (
-        (None, None) if options.failures is None else goodput_of_predictions(options, calibration, predictions)
+        (None, None) if options.failures is None else _goodput_of_predictions(options, calibration, predictions)
     )
     if options.json:
         facts = {"predictions": [*map(facts_of, predictions)], "advice": [*map(facts_of_advice, advice)]}

@@ -89,7 +89,7 @@ def _problem_with(directories: Sequence[Path]) -> str | None:
 
 
 def _diagnose(directories: Sequence[Path]) -> _JobDiagnosis:
-    """Reads and diagnoses a job. `paceline analyze` and `paceline report` use the same result, so that they agree.
+    """Reads and diagnoses a job, for `paceline analyze` and `paceline report`.
 
     Raises:
         PacelineError: the directories do not contain the recordings of a single job.

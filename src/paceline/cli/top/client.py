@@ -42,11 +42,7 @@ class PageAddress:
 
     @classmethod
     def parse(cls, text: str) -> PageAddress:
-        """Parses an address printed by `paceline run --dash`.
-
-        Raises:
-            NoRunningJobError: the text is not a dashboard's address.
-        """
+        """Parses an address printed by `paceline run --dash`."""
         parts = urlsplit(text)
         token = parse_qs(parts.query).get("token", [""])[0]
         if parts.scheme != "http" or parts.port is None or not token:
@@ -62,7 +58,10 @@ def picture(address: PageAddress) -> dict[str, Any]:
     Raises:
         PageUnreachableError: no dashboard responds at the address, or the token is wrong.
     """
-    connection = _connection(address)
+    if address.path is not None:
+        connection: http.client.HTTPConnection = _UnixSocketConnection(address.path)
+    else:
+        connection = http.client.HTTPConnection(address.host, address.port, timeout=_TIMEOUT_S)
     headers = {"Authorization": f"Bearer {address.token}", "Host": f"localhost:{address.port or 80}"}
     try:
         connection.request("GET", f"{address.prefix}/picture.json", headers=headers)
@@ -85,12 +84,6 @@ def picture(address: PageAddress) -> dict[str, Any]:
     return content
 
 
-def _connection(address: PageAddress) -> http.client.HTTPConnection:
-    if address.path is not None:
-        return _UnixSocketConnection(address.path)
-    return http.client.HTTPConnection(address.host, address.port, timeout=_TIMEOUT_S)
-
-
 class _UnixSocketConnection(http.client.HTTPConnection):
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=_TIMEOUT_S)
@@ -110,36 +103,32 @@ class NoRunningJobError(PacelineError):
 def find(target: str | None) -> PageAddress | JobRun:
     """Returns the address of a job's dashboard, or the job itself if it does not have a dashboard.
 
-    Args:
-        target: An address printed by `paceline run --dash`, a job's directory, or a name listed by `paceline runs`.
-            Default: the latest running job.
+    `target` is an address printed by `paceline run --dash`, a job's directory, or a name listed by `paceline runs`. The
+    default is the latest running job.
 
     Raises:
         NoRunningJobError: the job is not running or does not exist.
     """
     if target is None:
-        return _latest()
+        for run in list_runs(runs_directory()):
+            if run.state is RunStatus.RUNNING:
+                return _of(run)
+        raise NoRunningJobError(
+            "none of your jobs is running on this machine; specify the directory of a job that was started with "
+            "--log-dir"
+        )
     if "://" in target:
         return PageAddress.parse(target)
     for directory in (Path(target), runs_directory() / target):
-        run = read_run(directory)
-        if run is not None and run.state is RunStatus.RUNNING:
-            return _of(run)
-        if run is not None:
+        found = read_run(directory)
+        if found is not None and found.state is RunStatus.RUNNING:
+            return _of(found)
+        if found is not None:
             raise NoRunningJobError(
-                f"{target} is not running: {run.state.value}; `paceline report {target}` shows what it has recorded"
+                f"{target} is not running: {found.state.value}; `paceline report {target}` shows what it has recorded"
             )
     raise NoRunningJobError(
         f"{target} is neither the directory of a job nor the address of a page; `paceline runs` lists the jobs"
-    )
-
-
-def _latest() -> PageAddress | JobRun:
-    for run in list_runs(runs_directory()):
-        if run.state is RunStatus.RUNNING:
-            return _of(run)
-    raise NoRunningJobError(
-        "none of your jobs is running on this machine; specify the directory of a job that was started with --log-dir"
     )
 
 

@@ -179,10 +179,7 @@ _DISPENSABLE = ("memory", "samples/s", "heard", "waits", "own time", "host")  # 
 def columns_of(rows: Sequence[Picture], width: int, gap: int = 1) -> list[RankColumn]:
     """Returns the columns to show, leaving room for the longest description of a rank's activity.
 
-    Args:
-        rows: the rows of the rank table.
-        width: the width of the table, in characters.
-        gap: the space between two columns, in characters.
+    `width` and `gap`, the space between two columns, are in characters.
     """
     columns = [replace(column, width=_width(column, rows)) for column in _COLUMNS]
     left = width - max((len(row["doing"]) + 1 + gap for row in rows if row["doing"]), default=0)

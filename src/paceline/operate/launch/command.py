@@ -183,11 +183,7 @@ def _join(options: argparse.Namespace) -> int:
 
 
 def _with_text(job: Job) -> Job:
-    """Reads the script from stdin if the job's script is `-`, because only one worker could read it.
-
-    Raises:
-        OptionError: stdin is a terminal.
-    """
+    """Reads the script from stdin if the job's script is `-`, because only one worker could read it."""
     from dataclasses import replace
 
     from paceline.linux import memfd_create

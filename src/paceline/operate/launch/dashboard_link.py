@@ -1,7 +1,4 @@
-"""Connection from a launcher to the dashboard, which is served by this launcher or by a launcher on another machine.
-
-Each launcher records the activity on its own machine (`local_activity.py`).
-"""
+"""Connection from a launcher to the dashboard, which is served by this launcher or by one on another machine."""
 
 from __future__ import annotations
 

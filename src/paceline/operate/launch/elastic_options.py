@@ -111,11 +111,7 @@ class ElasticOptions:
 
 
 def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: bool) -> ElasticOptions | None:
-    """Returns the options of an elastic job, or None if the job is not elastic.
-
-    Raises:
-        OptionError: The flags are contradictory.
-    """
+    """Returns the options of an elastic job, or None if the job is not elastic."""
     if not options.elastic:
         if options.chaos is not None:
             raise OptionError(

@@ -98,11 +98,9 @@ class MissingShtabError(PacelineError):
 
 
 def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """Returns a shell script that completes a parser's commands, flags, choices and file names.
+    """Returns a script with which a shell (one of `SHELLS`) completes commands, flags, choices and file names.
 
-    Args:
-        shell: one of `SHELLS`.
-        parser: the parser of the whole command line. It cannot be used to parse arguments afterwards.
+    The parser is that of the whole command line. It cannot be used to parse arguments afterwards.
 
     Raises:
         MissingShtabError: shtab is not installed.

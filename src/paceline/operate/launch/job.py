@@ -135,11 +135,7 @@ class Job:
 
 
 def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
-    """Returns the job described by the parsed flags.
-
-    Raises:
-        OptionError: the flags are contradictory, or a required flag is missing.
-    """
+    """Returns the job described by the parsed flags; raises OptionError if they are contradictory or incomplete."""
     # In a nested job, a worker started this launcher, and the scheduler's variables describe the outer job.
     is_alone = options.standalone or MARK in environment
     scheduler = None if is_alone else detect(environment)
@@ -210,7 +206,13 @@ def _kind(options: argparse.Namespace) -> CommandKind:
         return CommandKind.PATH
     kind = CommandKind.MODULE if options.module else CommandKind.PROGRAM if options.no_python else CommandKind.SCRIPT
     if kind in (CommandKind.SCRIPT, CommandKind.MODULE) and not os.path.isabs(options.script):
-        _check_directory()
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            raise OptionError(
+                "the current directory has been removed, so relative paths cannot be resolved; change to another "
+                "directory"
+            ) from None
     if kind is CommandKind.SCRIPT and options.script in STDIN:
         return CommandKind.STDIN
     path = Path(options.script)
@@ -226,15 +228,6 @@ def _kind(options: argparse.Namespace) -> CommandKind:
         what = "is not a file" if path.exists() else "does not exist"
         raise OptionError(f"{options.script} {what}; pass the path of a script, or -m and the name of a module")
     return kind
-
-
-def _check_directory() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise OptionError(
-            "the current directory has been removed, so relative paths cannot be resolved; change to another directory"
-        ) from None
 
 
 def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> RendezvousOptions:
@@ -306,11 +299,7 @@ def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[
 
 
 def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
-    """Parses `host:port`, `[v6]:port` or `host`; `otherwise` is the default port.
-
-    Raises:
-        OptionError: the text is malformed.
-    """
+    """Parses `host:port`, `[v6]:port` or `host`; `otherwise` is the default port."""
     if "," in text:
         raise OptionError(
             f"--rdzv-endpoint {text!r} contains several addresses. The rendezvous has one host, and the job ends if "
@@ -346,11 +335,7 @@ def _output(options: argparse.Namespace, environment: Mapping[str, str]) -> Outp
 
 
 def dashboard_options_of(options: argparse.Namespace) -> DashboardOptions | None:
-    """Returns the dashboard's options, or None without --dash.
-
-    Raises:
-        OptionError: a flag is malformed or contradicts another flag.
-    """
+    """Returns the dashboard's options, or None without --dash."""
     others = {
         "--dash-port": options.dash_port,
         "--dash-socket": options.dash_socket,

@@ -70,16 +70,18 @@ class JobDirectory:
         self._facts: dict[str, object] = {
             "job": job.run_id,
             "command": without_secrets(job.command.argv),
-            "directory": _working_directory(),
+            "directory": "",
             "host": os.uname().nodename,
             "pid": os.getpid(),
-            "pid_started": _started(),
+            "pid_started": linux.process_fields("self")[19],  # ticks since boot, to detect a reused pid
             "workers": job.workers,
             "elastic": job.elastic is not None,
             "variables": sorted(os.environ),
             "started_s": time.time(),
             "state": RunStatus.RUNNING.value,
         }
+        with contextlib.suppress(OSError):  # the directory has been removed
+            self._facts["directory"] = os.getcwd()
         if job.output.log_dir is not None:  # errors are raised, because the output requires the directory
             self.path = Path(job.output.log_dir, job.run_id)
         try:
@@ -147,18 +149,6 @@ def _new(job: Job) -> Path:
             path.mkdir(mode=0o700)
             return path
     raise FileExistsError(stamp)
-
-
-def _working_directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError:
-        return ""
-
-
-def _started() -> str:
-    """Returns this process's start time in ticks since boot, to detect a reused pid."""
-    return linux.process_fields("self")[19]
 
 
 def _versions() -> dict[str, str]:

@@ -287,7 +287,7 @@ class Launcher(ABC):
 
 
 def pause(workers: Workers | None, keyboard: Keyboard, signals: Signals) -> None:
-    """Suspends the workers (each in its own session) and this process; returns once the shell has resumed this process.
+    """Suspends the workers (each in its own session) and this process until the shell resumes this process.
 
     While a worker is waiting for typed input, the job only resumes in the foreground, like any program that reads from
     the terminal.

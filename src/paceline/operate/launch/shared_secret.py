@@ -70,11 +70,7 @@ class JoinToken:
 
     @classmethod
     def decode(cls, word: str) -> JoinToken:
-        """Parses a token.
-
-        Raises:
-            TokenError: the word is not a token, is incomplete or contains a typo.
-        """
+        """Parses a token; raises TokenError if the word is not a token, is incomplete or contains a typo."""
         word = word.strip()
         if not word.startswith(_PREFIX):
             raise TokenError(
@@ -92,11 +88,7 @@ class JoinToken:
             raise TokenError("the join token is damaged or truncated; copy all of it") from None
 
     def require_printed(self) -> JoinToken:
-        """Returns the token; checks that it has an address and a secret, which every printed token has.
-
-        Raises:
-            TokenError: the token has no valid address, or a secret that is too short.
-        """
+        """Returns the token; raises TokenError if it lacks an address or a secret, which every printed token has."""
         if not _HOST.fullmatch(self.host) or not self.port or len(self.secret) < MIN_SECRET_BYTES:
             raise TokenError(
                 "the join token has no valid address or no secret, so `paceline run --print-token` did not print it"

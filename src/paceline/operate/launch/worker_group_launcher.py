@@ -243,10 +243,7 @@ class WorkerGroupLauncher(Launcher):
         )
 
     def _environment_of(self, start: Start) -> dict[str, str]:
-        """Returns the environment variables shared by all workers in a generation.
-
-        Each generation has its own secret, so workers from older generations cannot connect.
-        """
+        """Returns the workers' variables, with a new secret, so that workers from older generations cannot connect."""
         environment = self._environment(str(start.generation))
         secret = None
         if self._secret is not None:

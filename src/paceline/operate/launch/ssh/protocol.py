@@ -77,11 +77,7 @@ def encode_to_launcher(message: ToLauncher) -> bytes:
 
 
 def decode_to_launcher(line: bytes) -> ToLauncher:
-    """Decodes a message from the launching process.
-
-    Raises:
-        ValueError: the line is not a message.
-    """
+    """Decodes a message from the launching process; raises ValueError if the line is not one."""
     try:
         return decode_untrusted(_to_launcher.decode, line)
     except ValueError as error:
@@ -89,11 +85,7 @@ def decode_to_launcher(line: bytes) -> ToLauncher:
 
 
 def decode_from_launcher(line: bytes) -> FromLauncher:
-    """Decodes a remote launcher's message, given the part after `MARK`.
-
-    Raises:
-        ValueError: the line is not a message.
-    """
+    """Decodes the part of a remote launcher's message after `MARK`; raises ValueError if it is not one."""
     try:
         return decode_untrusted(_from_launcher.decode, line)
     except ValueError as error:
@@ -108,11 +100,7 @@ class MessageSplitter:
         self._in_a_line = False
 
     def feed(self, data: bytes) -> tuple[list[FromLauncher], bytes]:
-        """Processes the next part of the stream, which may be split at any byte; returns messages and other output.
-
-        Raises:
-            ValueError: a message cannot be decoded.
-        """
+        """Processes the next part of the stream, which may be split at any byte; returns messages and other output."""
         messages: list[FromLauncher] = []
         printed = bytearray()
         *lines, last = (self._held + data).split(b"\n")

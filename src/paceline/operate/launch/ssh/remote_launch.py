@@ -190,7 +190,8 @@ class RemoteLaunch:
             self.signaled("SIGTERM", now_s)
         if self._cut_by_s is not None and now_s >= self._cut_by_s:
             self._cut_by_s = None
-            self._cut_all()
+            running = [machine for machine, phase in enumerate(self._phases) if phase is not LauncherPhase.ENDED]
+            self._actions += map(Disconnect, running)
 
     def _on_hello(self, machine: int, hello: LauncherReady, now_s: float) -> None:
         attempt = replace(self._attempts[machine], python=hello.python)
@@ -239,11 +240,6 @@ class RemoteLaunch:
         """Sets the deadline for the other launchers to exit on their own."""
         if not self._is_ending:
             self._end_by_s = end_by_s if self._end_by_s is None else min(self._end_by_s, end_by_s)
-
-    def _cut_all(self) -> None:
-        self._actions += [
-            Disconnect(machine) for machine, phase in enumerate(self._phases) if phase is not LauncherPhase.ENDED
-        ]
 
 
 def explain_failed_launch(attempt: LaunchAttempt, code: int, errors: str) -> str:

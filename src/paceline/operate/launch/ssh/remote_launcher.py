@@ -67,10 +67,7 @@ def send_to_ssh_launcher(message: FromLauncher) -> None:
 
 
 class _Control:
-    """Reader for the launching process's messages.
-
-    The launcher and its workers get an empty stdin instead of this stream.
-    """
+    """Reader for the launching process's messages. The launcher and its workers get an empty stdin instead."""
 
     def __init__(self) -> None:
         self._fd = os.dup(0)

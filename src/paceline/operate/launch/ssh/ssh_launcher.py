@@ -90,11 +90,7 @@ class Host:
 
 
 def run_on_hosts(options: argparse.Namespace) -> int:
-    """Runs the job on the machines listed in `--hosts`; returns the exit code.
-
-    Raises:
-        OptionError: the flags are contradictory, or the list of machines is malformed.
-    """
+    """Runs the job on the machines listed in `--hosts`; returns the exit code."""
     hosts = hosts_of(options.hosts)
     _reject_contradictions(options)
     attempts = [_attempt(host, options.remote_python) for host in hosts]
@@ -171,11 +167,7 @@ def _directory(environment: Mapping[str, str]) -> str:
 
 
 def forwarded_variables(environment: Mapping[str, str], exported: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the variables to set on other machines: flags, Paceline's settings, and those listed in `--export`.
-
-    Raises:
-        OptionError: a variable in `--export` is not set.
-    """
+    """Returns the variables to set on other machines: flags, Paceline's settings, and those listed in `--export`."""
     found = {name: value for name, value in environment.items() if name in _FORWARDED or name.startswith("PET_")}
     for name, value in exported.items():
         if value is None and name not in environment:
@@ -220,7 +212,8 @@ class SshLauncher:
             self._act()
             for key, _ in self._selector.select(self._wait_s()):
                 if key.data is None:
-                    self._on_signals()
+                    for number in self._signals.read()[0]:
+                        self._launch.signaled(number.name, time.monotonic())
                 elif key.data[0] in self._launchers:
                     self._on_output(*key.data)
             self._collect_ended()
@@ -257,11 +250,6 @@ class SshLauncher:
         if has_ended:
             self._selector.unregister(launcher.descriptors[stream])
 
-    def _on_signals(self) -> None:
-        numbers, _ = self._signals.read()
-        for number in numbers:
-            self._launch.signaled(number.name, time.monotonic())
-
     def _collect_ended(self) -> None:
         for machine, launcher in list(self._launchers.items()):
             code = launcher.exit_code()
@@ -290,11 +278,7 @@ class SshLauncher:
 
 
 class LauncherProcess:
-    """A launcher's local process: ssh, or the launcher itself. `lines` receive its stdout and its stderr.
-
-    Raises:
-        OSError: the command cannot be started.
-    """
+    """A launcher's local process: ssh, or the launcher itself. `lines` receive its stdout and its stderr."""
 
     def __init__(self, command: Sequence[str], lines: Sequence[LinePrefixer]) -> None:
         # Each launcher gets its own session, because the launching process forwards Ctrl-C from the terminal.
@@ -322,11 +306,7 @@ class LauncherProcess:
         return [pipe.fileno() for pipe in self._pipes]
 
     def read(self, stream: int) -> tuple[list[FromLauncher], bool]:
-        """Forwards output from stdout (0) or stderr (1); returns the messages, and whether the stream has ended.
-
-        Raises:
-            ValueError: a message cannot be decoded.
-        """
+        """Forwards output from stdout (0) or stderr (1); returns the messages, and whether the stream has ended."""
         try:
             data = os.read(self._pipes[stream].fileno(), 1 << 16)
         except BlockingIOError:
@@ -416,9 +396,6 @@ def hosts_of(text: str) -> tuple[Host, ...]:
 
     >>> [(host.destination, host.slots) for host in hosts_of("a:4,anna@b:2,c")]
     [('a', 4), ('anna@b', 2), ('c', None)]
-
-    Raises:
-        OptionError: the value is neither a list nor a file, or does not contain any machine.
     """
     if os.path.isfile(text):
         try:
@@ -434,11 +411,7 @@ def hosts_of(text: str) -> tuple[Host, ...]:
 
 
 def hosts_of_file(text: str, name: str) -> tuple[Host, ...]:
-    """Parses a host file, whose lines are HOST, HOST:N or HOST slots=N, with comments after #.
-
-    Raises:
-        OptionError: a line is malformed; the message contains the line's number.
-    """
+    """Parses a host file, whose lines are HOST, HOST:N or HOST slots=N, with comments after #."""
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()

@@ -110,11 +110,7 @@ class Forker:
         self._go_on()
 
     def start(self, request: ForkRequest) -> None:
-        """Starts a worker; `request.on_start` is called with its process id, now or later.
-
-        Raises:
-            OSError: No process can be started.
-        """
+        """Starts a worker; `request.on_start` is called with its process id, now or later. May raise OSError."""
         self._requests.append(request)
         self._go_on()
 

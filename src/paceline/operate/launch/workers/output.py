@@ -16,7 +16,6 @@ import termios
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Protocol
@@ -236,16 +235,14 @@ def only_with(words: Sequence[str], write: Write) -> Write:
 
 
 class Console:
-    """The launcher's own stdout and stderr.
-
-    A blocked reader cannot delay the end of a job: once `hurries` returns True, unread output is discarded.
-    """
+    """The launcher's own stdout and stderr. Once `hurries` returns True, output that is not read is discarded."""
 
     def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
         self._hurries = hurries
         self._unread: set[int] = set()
         self._latest: deque[bytes] = deque(maxlen=_LINES_IN_VIEW)
-        self._screens = {fd: Screen(self._writer(fd), fd) for fd in (1, 2) if can_redraw(fd)}
+        can_redraw = os.environ.get("TERM", "dumb") != "dumb"
+        self._screens = {fd: Screen(self._writer(fd), fd) for fd in (1, 2) if os.isatty(fd) and can_redraw}
         if len(self._screens) == 2 and os.fstat(1).st_rdev == os.fstat(2).st_rdev:
             self._screens[2] = self._screens[1]
 
@@ -292,28 +289,11 @@ class Console:
         self.writer(2)(f"paceline: {text}\n".encode(errors="backslashreplace"))
 
 
-def can_redraw(fd: int) -> bool:
-    """Returns True if `fd` is a terminal that supports control sequences."""
-    return os.isatty(fd) and os.environ.get("TERM", "dumb") != "dumb"
-
-
 def open_standard_streams() -> None:
     """Opens /dev/null for any closed descriptor from 0 to 2, so that no later pipe gets one of these numbers."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
-
-
-@dataclass(frozen=True)
-class Destination:
-    """The destination of a worker's stream: a file written by the worker, or a stream fed by the launcher.
-
-    `screen` is the terminal if the stream has no other destination. The worker then gets a pseudo-terminal.
-    """
-
-    file: LogFile | None = None
-    stream: OutputStream | None = None
-    screen: Screen | None = None
 
 
 class Logs:
@@ -345,8 +325,20 @@ class Logs:
         """Returns the directory for a worker's files, or None if files are not kept."""
         return None if self.directory is None else self.directory / f"attempt_{attempt}" / str(rank)
 
-    def destination(self, which: Streams, attempt: int, rank: int, local_rank: int, draws: bool = False) -> Destination:
-        """Returns the destination of a worker's stdout (`Streams.OUT`) or stderr; `draws` permits drawing."""
+    def outputs(self, attempt: int, rank: int, local_rank: int, draws: bool) -> list[WorkerOutput]:
+        """Creates a worker's stdout and stderr; `draws` permits drawing.
+
+        They share one pseudo-terminal if both are only shown, on the same terminal.
+        """
+        out = self._destination(Streams.OUT, attempt, rank, local_rank, draws)
+        err = self._destination(Streams.ERR, attempt, rank, local_rank, draws)
+        shared = out[2] is not None and out[2] is err[2]
+        return [WorkerOutput(*out)] if shared else [WorkerOutput(*out), WorkerOutput(*err)]
+
+    def _destination(
+        self, which: Streams, attempt: int, rank: int, local_rank: int, draws: bool
+    ) -> tuple[LogFile | None, OutputStream | None, Screen | None]:
+        """Returns the arguments of a stream's `WorkerOutput`."""
         output = self._output
         is_redirected = bool(which & streams_of(output.redirects, local_rank))
         is_copied = bool(which & streams_of(output.tee, local_rank))
@@ -354,7 +346,7 @@ class Logs:
         words = output.stdout_words if which is Streams.OUT else output.stderr_words
         file = self._open(attempt, str(rank), _NAMES[which]) if is_redirected or is_copied else None
         if file is not None and not is_shown and not words and not self._hears_all:
-            return Destination(file)
+            return file, None, None
         sinks: list[OutputSink] = [] if self._listener is None else [self._listener(rank, which.value)]
         screen = self._console.screen(which.value)
         if is_shown:
@@ -363,7 +355,7 @@ class Logs:
             matches = self._open(attempt, ".", f"filtered_{_NAMES[which]}")
             sinks.append(LinePrefixer(f"[{self._word} {rank}] ".encode(), only_with(words, matches.write)))
         is_all_drawn = draws and is_shown and file is None and not words
-        return Destination(stream=OutputStream(file, sinks), screen=screen if is_all_drawn else None)
+        return None, OutputStream(file, sinks), screen if is_all_drawn else None
 
     def _shown(self, which: Streams, rank: int, local_rank: int, screen: Screen | None, draws: bool) -> OutputSink:
         template = self._output.line_prefix or f"[{self._word} ${{rank}}] "
@@ -379,12 +371,15 @@ class Logs:
 
 
 class WorkerOutput:
-    """The target that a worker writes to: a file, or a pipe or pseudo-terminal whose data is forwarded to `stream`."""
+    """The target that a worker writes to: a file, or a pipe or pseudo-terminal whose data is forwarded to `stream`.
 
-    def __init__(self, destination: Destination) -> None:
-        self.file = destination.file
-        self._screen = destination.screen
-        self.stream = destination.stream
+    The worker gets a pseudo-terminal if `screen`, the launcher's terminal, is the only destination.
+    """
+
+    def __init__(self, file: LogFile | None, stream: OutputStream | None, screen: Screen | None) -> None:
+        self.file = file
+        self.stream = stream
+        self._screen = screen
         self.reading = -1
         if self.file is not None:
             self.writing = self.file.fileno()
@@ -422,14 +417,6 @@ class WorkerOutput:
             self.file.close()
         else:
             os.close(self.writing)
-
-
-def outputs_of(destinations: Sequence[Destination]) -> list[WorkerOutput]:
-    """Creates a worker's stdout and stderr. They share one pseudo-terminal if both are shown on the same terminal."""
-    out, err = destinations
-    if out.screen is not None and out.screen is err.screen:
-        return [WorkerOutput(out)]
-    return [WorkerOutput(out), WorkerOutput(err)]
 
 
 def _open_terminal() -> tuple[int, int]:

@@ -1,7 +1,4 @@
-"""Placement of workers: assigns each worker its own cores, within one NUMA node if possible, and a GPU.
-
-GPUs are detected without torch and without a CUDA context.
-"""
+"""Placement of workers on cores and GPUs, which are detected without torch and without a CUDA context."""
 
 from __future__ import annotations
 

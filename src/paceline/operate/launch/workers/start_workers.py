@@ -20,7 +20,6 @@ from paceline.operate.launch.failures import TORCH_SUFFIX, ExceptionNotice, Work
 from paceline.operate.launch.job import CommandKind, Job
 from paceline.operate.launch.job_directory import JobRecordings
 from paceline.operate.launch.multinode.protocol import Start
-from paceline.operate.launch.option_types import Streams
 from paceline.operate.launch.workers.environment import (
     WorkerRanks,
     allowed_cores,
@@ -31,7 +30,7 @@ from paceline.operate.launch.workers.environment import (
 )
 from paceline.operate.launch.workers.forker import Forker, python
 from paceline.operate.launch.workers.job_control import Keyboard
-from paceline.operate.launch.workers.output import WITHOUT_PAGERS, Logs, outputs_of
+from paceline.operate.launch.workers.output import WITHOUT_PAGERS, Logs
 from paceline.operate.launch.workers.placement import (
     Cores,
     cores_of_workers,
@@ -87,13 +86,7 @@ def start_workers(
     on_exception: Callable[[WorkerFailure], None],
     on_failure: Callable[[WorkerFailure], None],
 ) -> WorkerGroup:
-    """Starts this machine's workers for the generation described by `start`; returns the group that monitors them.
-
-    The other arguments are those of `WorkerGroup`.
-
-    Raises:
-        OSError: a process could not be started.
-    """
+    """Starts this machine's workers for a generation; the other arguments are those of the group that is returned."""
     # Each generation has its own template. /proc/PID/environ of a fork always contains the environment of the template,
     # and `Cleanup` searches this file for the generation's mark to find the remaining processes. If a template were
     # reused, these processes could not be distinguished from the template and the workers of the next generation.
@@ -154,11 +147,7 @@ def _torch_modules(source: ScriptSource | None, *others: str) -> tuple[str, ...]
 
 
 def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> WorkerSpec:
-    """Prepares this launcher's worker `index` for the generation described by `start`.
-
-    Raises:
-        OSError: the pipes or files for the worker's output cannot be created.
-    """
+    """Prepares this launcher's worker `index` for the generation described by `start`; may raise OSError."""
     place, keyboard = ranks_of(job, start, index), context.keyboard
     error_file = os.path.join(context.directory, f"error-{start.generation}-{place.rank}.json")
     variables = {
@@ -174,8 +163,7 @@ def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> Worke
     if memory is not None:
         variables |= memory.variables
     log = context.logs.of_rank(attempt, place.rank)
-    where = (attempt, place.rank, place.local_rank, index == drawing_index(job, start))
-    outputs = outputs_of([context.logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
+    outputs = context.logs.outputs(attempt, place.rank, place.local_rank, index == drawing_index(job, start))
     if outputs[-1].is_terminal:
         variables |= WITHOUT_PAGERS
     return WorkerSpec(

@@ -33,11 +33,7 @@ class _Row:
 
 
 class Rows:
-    """The live rows of a drawing, with the cursor's position.
-
-    Args:
-        prefix: The text at the start of every row on the terminal.
-    """
+    """The live rows of a drawing, with the cursor's position. On the terminal, each row starts with `prefix`."""
 
     def __init__(self, prefix: bytes = b"") -> None:
         self._prefix = prefix
@@ -96,7 +92,8 @@ class Rows:
 
     def only_grows_by(self, data: bytes) -> bool:
         """Returns True if `data` is plain text that continues the open row. This check is fast for any length."""
-        return not self._prefix and self._is_plain() and not _CONTROL.search(data)
+        is_plain = not self._live and len(self._rows) == 1 and not (self._is_at_start and self._rows[0].text)
+        return is_plain and not self._prefix and not _CONTROL.search(data)
 
     def final(self) -> list[bytes]:
         """Removes final rows; returns those whose text has not been returned before."""
@@ -145,9 +142,6 @@ class Rows:
     def _height(self, row: _Row, columns: int) -> int:
         text = re.sub(_WITHOUT_WIDTH, b"", self._prefix + row.text).decode(errors="replace")
         return max(1, -(-len(text) // columns))
-
-    def _is_plain(self) -> bool:
-        return not self._live and len(self._rows) == 1 and not (self._is_at_start and self._rows[0].text)
 
     def _feed_plain(self, data: bytes) -> bytes:
         """Handles text without control characters much faster than the general case in `feed`."""
@@ -236,10 +230,7 @@ class Screen:
             return 0, 0
 
     def claim(self, stream: object, prefix: bytes) -> bool:
-        """Returns True if `stream` may draw, because it drew last or nothing is drawn.
-
-        Each row of the drawing starts with `prefix`.
-        """
+        """Returns True if `stream` may draw, because it drew last or nothing is drawn; its rows start with `prefix`."""
         if self._owner is not stream and self._rows.is_blank:
             self._owner, self._rows = stream, Rows(prefix)
         return self._owner is stream

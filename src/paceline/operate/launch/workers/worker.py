@@ -319,7 +319,8 @@ class MemoryWatch:
             return None
         used = f"it had used up to {_size(peak_bytes)}" if peak_bytes else "it used too much memory"
         limit = self._cgroup.limit()
-        bound = f"the cgroup's limit is {_size(limit)}" if limit is not None else f"the machine has {_size(_total())}"
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        bound = f"the cgroup's limit is {_size(limit)}" if limit is not None else f"the machine has {_size(memory)}"
         return (
             f"{used}; {bound} for all ranks together. Use smaller batches, fewer DataLoader workers or fewer ranks, or "
             "raise the limit"
@@ -328,10 +329,6 @@ class MemoryWatch:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / _GIB:.1f} GiB" if nbytes >= _GIB else f"{nbytes / (1 << 20):.0f} MiB"
-
-
-def _total() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class _KernelLog:

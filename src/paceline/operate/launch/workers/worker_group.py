@@ -131,11 +131,7 @@ class WorkerGroup:
         self._report_s: float | None = None  # time (monotonic) at which to report the first failure, if delayed
 
     def start(self, spec: WorkerSpec) -> None:
-        """Starts a worker after the previous workers, immediately or once the template process is ready.
-
-        Raises:
-            OSError: a process could not be started.
-        """
+        """Starts a worker after the previous workers, immediately or once the template process is ready."""
         self._unstarted.append(spec)
         self._forker.start(spec.request(partial(self._started, spec)))
 

@@ -30,10 +30,7 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0 disables the plug-in that reque
 
 
 class WorkerStores:
-    """The stores served by this machine's launcher, which other machines reach at `address`.
-
-    Workers use only the stores on the machine with rank 0.
-    """
+    """The stores served by this machine's launcher. Workers use only those on the machine with rank 0."""
 
     def __init__(self, job: Job, address: str, secret: bytes | None, say: Callable[[str], None]) -> None:
         self._job = job
