@@ -57,6 +57,16 @@ class ThreadGroup(ProcessGroup):
             together = torch.stack([own[number] for own in everyone])
             tensor.copy_(together.amax(0) if op == ReduceOp.MAX else together.sum(0))
 
+    def all_gather(self, outputs: Any, tensors: Any, **_: object) -> None:  # type: ignore[override]
+        for mine, theirs in zip(outputs, self._exchange(_listed(tensors)), strict=True):
+            _copy(_listed(mine), theirs)
+        self._shared.barrier.wait()
+
+    def all_to_all(self, outputs: Any, inputs: Any, **_: object) -> None:  # type: ignore[override]
+        for mine, theirs in zip(outputs, self._exchange(inputs), strict=True):
+            _copy(_listed(mine), _listed(theirs[self._rank]))
+        self._shared.barrier.wait()
+
     def send(self, tensors: Any, dst: int, tag: int = 0, async_op: bool = False) -> Any:  # type: ignore[override]
         self._shared.mail[self._rank, dst].put([each.clone() for each in _listed(tensors)])
         return SimpleNamespace(wait=lambda: None)
@@ -112,6 +122,11 @@ class ThreadMesh:
             for exchange in self._exchanges.values():
                 exchange.barrier.abort()
             raise
+
+
+def _copy(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    for output, value in zip(outputs, inputs, strict=True):
+        output.copy_(value)
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:

@@ -146,11 +146,7 @@ class BackwardEnd:
         self._lock = threading.Lock()  # autograd calls hooks on one thread per device
 
     def begin(self) -> None:
-        """Registers the running backward pass; called from autograd hooks.
-
-        Raises:
-            RuntimeError: another backward pass has started but not finished.
-        """
+        """Registers the running backward pass; called from autograd hooks."""
         task = running_backward()
         with self._lock:
             if task == self._task:

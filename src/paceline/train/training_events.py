@@ -25,8 +25,6 @@ _BUCKET = int(EventKind.BUCKET)
 _OPTIMIZER = int(EventKind.OPTIMIZER)
 _STAMP = "_paceline_stamp"
 
-_are_optimizers_recorded = False
-
 
 class DevicePhases:
     """Records the phases of training steps, such as "backward", on one device.
@@ -138,13 +136,11 @@ class RecordedBuckets:
             self.done(bucket)
 
 
+@functools.cache
 def record_optimizers() -> None:
     """Starts recording the steps of all optimizers in this process; idempotent."""
-    global _are_optimizers_recorded
-    if not _are_optimizers_recorded:
-        _are_optimizers_recorded = True
-        optimizers.register_optimizer_step_pre_hook(_before_step)
-        optimizers.register_optimizer_step_post_hook(_after_step)
+    optimizers.register_optimizer_step_pre_hook(_before_step)
+    optimizers.register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -15,27 +15,17 @@ VARIABLE = "PACELINE_CHECKS"
 
 @dataclass(frozen=True)
 class Checks:
-    """The checks that are enabled.
+    """The checks that are enabled."""
 
-    Attributes:
-        are_on: whether gradients and replicas are checked.
-        every: the number of steps between two comparisons of the replicas. If None, the number depends on the measured
-            cost.
-    """
-
-    are_on: bool
-    every: int | None = None
+    are_on: bool  # whether gradients and replicas are checked
+    every: int | None = None  # the number of steps between two comparisons of replicas; None if it depends on the cost
 
     def __str__(self) -> str:
         return str(self.every) if self.every else "on" if self.are_on else "off"
 
 
 def choose_checks(checks: bool | int | None) -> Checks:
-    """Returns the checks selected by `checks` or, if `checks` is None, by the environment variable PACELINE_CHECKS.
-
-    Raises:
-        ValueError: the argument is negative, or the variable is malformed.
-    """
+    """Returns the checks selected by `checks` or, if `checks` is None, by the environment variable PACELINE_CHECKS."""
     if checks is None:
         return parse_checks(os.environ.get(VARIABLE, "on"))
     if checks < 0:
@@ -47,11 +37,7 @@ def choose_checks(checks: bool | int | None) -> Checks:
 
 
 def parse_checks(text: str) -> Checks:
-    """Parses a value of PACELINE_CHECKS.
-
-    Raises:
-        ValueError: the value is malformed.
-    """
+    """Parses a value of PACELINE_CHECKS; raises ValueError if it is malformed."""
     if text in ("on", "off"):
         return Checks(text == "on")
     if (steps := whole_number(text, least=1)) is not None:

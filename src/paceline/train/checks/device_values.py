@@ -18,11 +18,7 @@ from paceline.train.module_tensors import digest_of_text, pinned_like
 
 
 class HostCopy:
-    """An asynchronous copy of a flat tensor to host memory.
-
-    Args:
-        values: a tensor on a device; the copy is enqueued on the device's current stream.
-    """
+    """An asynchronous copy of a flat tensor to host memory, enqueued on the current stream of the tensor's device."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._host = torch.empty_like(values) if values.is_cpu else pinned_like(values)

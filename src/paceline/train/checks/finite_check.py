@@ -214,9 +214,7 @@ class DeviceOutcome:
 class GradientCheck:
     """Detects the first non-finite gradients on this rank, and warns when an optimizer has applied them.
 
-    Args:
-        named: the trained parameters by name, in the module's order.
-        group: the ranks over which gradients are averaged.
+    `named` contains the trained parameters, in the module's order.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:

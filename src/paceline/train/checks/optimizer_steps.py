@@ -48,12 +48,9 @@ class CheckInterval:
         return step >= self.next
 
     def plan(self, step: int, cost_s: float, step_s: float) -> None:
-        """Chooses the step of the next run.
+        """Chooses the step of the next run after a run in `step`, which took `cost_s`.
 
-        Args:
-            step: the step of the latest run.
-            cost_s: the duration of the latest run in seconds.
-            step_s: the duration of a training step in seconds; infinite if not measured yet.
+        A training step takes `step_s`, which is infinite if not measured yet.
         """
         self._cost_s = min(cost_s, 2 * self._cost_s)  # limits the effect of a run that waited for a core
         interval = math.ceil(self._cost_s / (self._share * step_s)) if step_s > 0 else self._least

@@ -93,19 +93,12 @@ def differing_names(sides: DisagreeingRanks, everyones: Sequence[Mapping[str, in
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """A part of the state that differs between ranks.
+    """A part of the state that differs between ranks."""
 
-    Attributes:
-        part: the name of the part, such as "parameters".
-        sides: the group ranks that differ.
-        names: the names of the values that differ, in the module's order.
-        count: the total number of values in the part.
-    """
-
-    part: str
-    sides: DisagreeingRanks
-    names: tuple[str, ...]
-    count: int
+    part: str  # the name of the part, such as "parameters"
+    sides: DisagreeingRanks  # group ranks
+    names: tuple[str, ...]  # the names of the values that differ, in the module's order
+    count: int  # the total number of values in the part
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Formats the differing ranks and values as text; `ranks` are the global ranks of the group's members."""
@@ -245,13 +238,8 @@ class ReplicaCheck:
     for the device. The check compares parameters and the optimizers that have stepped. It does not compare random
     states, because ranks may use different seeds and may run evaluations independently.
 
-    Args:
-        module: the wrapped module.
-        ignored: the names of tensors that may differ.
-        group: the process group of the ranks.
-        every: the number of steps between two checks. If None, it depends on the measured cost.
-        with_buffers: whether buffers are compared too. If True, the buffers must be equal on all ranks when a backward
-            pass ends.
+    The tensors in `ignored` may differ. If `with_buffers` is True, buffers must be equal on all ranks when a backward
+    pass ends. If `every`, the number of steps between two checks, is None, it depends on the measured cost.
     """
 
     def __init__(
@@ -276,11 +264,7 @@ class ReplicaCheck:
         OPTIMIZER_STEPS.follow()
 
     def end(self, step: int) -> None:
-        """Completes a backward pass whose gradients were averaged over all ranks; `step` is its index.
-
-        Raises:
-            CollectiveError: the replicas could not be compared.
-        """
+        """Completes a backward pass whose gradients were averaged over all ranks; `step` is its index."""
         started = time.perf_counter()
         self._clock.tick(started)
         enqueued, self._enqueued = self._enqueued, None

@@ -144,11 +144,7 @@ class HookedWork:
         self._memory = memory
 
     def wait(self) -> None:
-        """Waits for the hook's future and copies its value into the gradients.
-
-        Raises:
-            ValueError: the value and the gradients have different numbers of elements.
-        """
+        """Waits for the hook's future and copies its value into the gradients."""
         reduced = self._future.result() if isinstance(self._future, Work) else self._future.wait()
         if not isinstance(reduced, torch.Tensor):
             reduced = reduced[0]
@@ -173,10 +169,7 @@ class HookedWork:
 class CommHook:
     """A communication hook together with its state.
 
-    Args:
-        state: the first argument to the hook.
-        hook: the function that averages a bucket.
-        sets_divisor: whether the hook's result is final. If False, `join` rescales it like the engine's averages.
+    If `sets_divisor` is False, `join` rescales the hook's results like the engine's averages.
     """
 
     def __init__(self, state: object, hook: Hook, *, sets_divisor: bool = True) -> None:
@@ -186,11 +179,7 @@ class CommHook:
         self._hook = hook
 
     def start(self, index: int, is_last: bool, gradients: BucketGradients, memory: GradientMemory) -> HookedWork:
-        """Calls the hook with a bucket and returns a handle to the pending result.
-
-        Raises:
-            TypeError: the hook did not return a future.
-        """
+        """Calls the hook with a bucket and returns a handle to the pending result."""
         flat = memory.tensors[0] if memory.views is not None else torch.cat(_flat_views(memory.tensors))
         bucket = GradBucket(index, is_last, flat, gradients.params)
         future = self._hook(self._state, bucket)

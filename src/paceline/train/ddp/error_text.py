@@ -19,12 +19,8 @@ def missing_gradient_text(
 ) -> str:
     """Returns the error message about the parameters in `missing`, which have no gradient.
 
-    Args:
-        which: the description of the backward pass, such as "the last backward pass".
-        missing: the names of the parameters.
-        frozen: the names of all parameters that no longer require a gradient.
-        total: the number of parameters.
-        static_graph: whether the graph is static, so that the message must not suggest it.
+    `which` describes the backward pass, such as "the last backward pass". `frozen` contains the names of all parameters
+    that no longer require a gradient, and `total` is the number of all parameters.
     """
     missing_and_frozen = [name for name in missing if name in frozen]
     if missing_and_frozen:

@@ -55,8 +55,7 @@ class GradientAverager:
     Args:
         tracked: the module's tensors.
         bucket_caps_bytes: see `make_buckets`.
-        group: the process group of the ranks.
-        checks: the checks for gradients and replicas.
+        group, checks: the process group of the ranks, and the checks for gradients and replicas.
         overlap: whether full buckets are reduced while backward continues; must be the same on every rank.
         find_unused: whether a backward pass may leave some parameters without a gradient.
         static_graph: whether the autograd graph is the same in every step. The first backward pass then determines how
@@ -158,8 +157,7 @@ class GradientAverager:
     def count_and_start(self, index: int) -> bool:
         """Counts a gradient for the parameter `index`, and starts reductions of buckets that are now full.
 
-        Returns:
-            False if the bucket's reduction had already started without this gradient.
+        Returns False if the bucket's reduction had already started without this gradient.
         """
         bucket = self._bucket_of[index]
         if self._arrivals is not None:
@@ -212,9 +210,7 @@ class GradientAverager:
     def record_static(self) -> bool:
         """Records, in a static graph's first backward pass, the number of gradients that each parameter receives.
 
-        Returns:
-            False if no rank has a gradient for the module's parameters. The next backward pass is then treated as the
-            first.
+        Returns False if no rank has any gradient. The next backward pass is then treated as the first.
         """
         if not self._is_recording:
             return True
@@ -228,14 +224,11 @@ class GradientAverager:
         return True
 
     def average_rest(self, copy_shared: bool, *, after_started: bool = False) -> bool:
-        """Averages the gradients unless some are missing, and waits for all collectives.
+        """Averages the gradients, and waits for all collectives; returns False if gradients are missing.
 
         Args:
             copy_shared: whether gradients that share memory with other tensors are averaged in copies.
             after_started: whether buckets whose reduction started early are skipped. If False, they are averaged again.
-
-        Returns:
-            False if gradients are missing.
         """
         self.gradients.fill_absent()
         if self._find_unused:

@@ -197,9 +197,7 @@ class GradientBuckets:
         """Permanently excludes gradients that no rank has, and records gradients that only other ranks have.
 
         Does nothing if no rank has any gradient, because the backward pass did not reach the module's parameters.
-
-        Returns:
-            One flag per parameter: whether any rank has a gradient for it.
+        Returns, for each parameter, whether any rank has a gradient for it.
         """
         mine = [param.grad is not None for param in self.params]
         anywhere = self._present_anywhere(group)
@@ -273,21 +271,16 @@ class GradientBuckets:
 class GradientMemory:
     """The memory that one collective reduces.
 
-    Attributes:
-        pieces: a flat sequence that contains the address and the length in bytes of each tensor.
-        tensors: the tensors that own the memory.
-        count: the total number of elements.
-        copies: pairs of a parameter and a tensor whose values are copied back to the parameter's gradient.
-        successors: pairs of a parameter and a tensor that replaces the parameter's gradient.
-        views: one view per parameter if the memory is a single flat tensor, otherwise None.
+    After the reduction, the values of the tensors in `copies` are copied back to the gradients of the parameters, and
+    the tensors in `successors` replace the gradients.
     """
 
-    pieces: list[int]
-    tensors: list[torch.Tensor]
-    count: int
+    pieces: list[int]  # alternates between the address and the length in bytes of each tensor
+    tensors: list[torch.Tensor]  # the tensors that own the memory
+    count: int  # the total number of elements
     copies: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
     successors: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
-    views: list[torch.Tensor] | None = None
+    views: list[torch.Tensor] | None = None  # one view per parameter if the memory is a single flat tensor
 
     def write_back(self) -> None:
         """Transfers results from copies to the parameters' gradients."""
@@ -332,15 +325,9 @@ class BucketGradients:
     def collect(self, copy_shared: bool) -> GradientMemory | None:
         """Returns the memory of the current gradients, or None if a parameter has no gradient.
 
-        If the program has converted all of the bucket's parameters to another dtype, such as by `double()`, the bucket
-        adopts the dtype, as in torch.
-
-        Args:
-            copy_shared: whether gradients that share memory with other tensors are copied.
-
-        Raises:
-            TypeError: a gradient is sparse, or only some of the parameters were converted after wrapping.
-            ValueError: a gradient's device or shape differs from that of the parameter when the module was wrapped.
+        If `copy_shared` is True, gradients that share memory with other tensors are copied. If the program has
+        converted all of the bucket's parameters to another dtype, such as by `double()`, the bucket adopts the dtype.
+        Other changes to the parameters since the module was wrapped are errors.
         """
         gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
         if len(gradients) != len(self.params):

@@ -75,11 +75,7 @@ def compress_wrapper(dtype: torch.dtype, hook: Hook) -> FutureHook:
 
 
 def group_of(process_group: object) -> ProcessGroup:
-    """Returns the process group passed as a hook's state, or the default group if the state is None.
-
-    Raises:
-        TypeError: the state is neither a process group nor None.
-    """
+    """Returns the process group passed as a hook's state, or the default group if the state is None."""
     if process_group is None:
         return default_group()
     if not isinstance(process_group, ProcessGroup):

@@ -17,11 +17,7 @@ class ModuleStructure:
     """Records the parameters and submodules of a module at construction, or at the latest call to `accept`.
 
     `is_unchanged` compares objects by identity in C, which takes about 0.1 ms for a module with 400 layers. Iterating
-    over `parameters()` takes several times as long.
-
-    Args:
-        module: the module to record.
-        ignored_buffers: the names of the buffers that `buffers` excludes.
+    over `parameters()` takes several times as long. `buffers` excludes those in `ignored_buffers`.
     """
 
     def __init__(self, module: nn.Module, ignored_buffers: Collection[str] = ()) -> None:
@@ -78,12 +74,8 @@ _CHECK_EVERY = 16  # the number of forward passes between two checks of the modu
 class ModuleMonitor:
     """Compares a wrapped module with the tensors that it had when it was wrapped, and copies its buffers between ranks.
 
-    Args:
-        module: the wrapped module.
-        group: the process group of the ranks.
-        also_ignored: the names of tensors to ignore in addition to those that the module lists.
-        may_leave_out: whether some parameters may receive no gradient. If so, parameters may also be removed from the
-            module.
+    The tensors in `also_ignored` are ignored in addition to those that the module lists. If `may_leave_out` is True,
+    some parameters may receive no gradient; parameters may then also be removed from the module.
     """
 
     def __init__(

@@ -42,13 +42,9 @@ def apply_optimizer_in_backward(
 
 
 def take_over_steps(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    """Disables stepping inside backward; the caller must step the optimizers with `step_params` instead.
+    """Disables stepping inside backward, and returns the parameters that have optimizers.
 
-    Returns:
-        The parameters that have optimizers.
-
-    Raises:
-        TypeError: another library has made optimizers step inside backward, where they would step too early.
+    The caller must step these optimizers with `step_params`.
     """
     stepped = []
     for name, param in params.items():

@@ -148,12 +148,10 @@ class Reducer:
             self._raise_missing("the last backward", self._missing)
 
     def expect(self, output: object, copy_shared: bool) -> None:
-        """Registers `output` so that a backward pass through it averages the gradients.
+        """Registers the (possibly nested) output of forward so that a backward pass through it averages the gradients.
 
-        Args:
-            output: the output of forward, which may be an arbitrarily nested structure of tensors.
-            copy_shared: whether an input to forward requires a gradient. The input's gradient may share memory with a
-                parameter's gradient.
+        If an input to forward requires a gradient, its gradient may share memory with a parameter's gradient;
+        `copy_shared` must then be True.
         """
         self.forwards += 1
         if self._state in (BackwardState.IDLE, BackwardState.REPEATING):
@@ -343,10 +341,8 @@ class OutputHooks:
     ) -> None:
         """Registers hooks that call `on_begin` when a backward pass other than `self.task` reaches one of `outputs`.
 
-        Args:
-            outputs: the tensors of a forward pass that require gradients.
-            on_begin: the function to call with autograd's task id of the backward pass.
-            is_recomputed: whether the outputs were recomputed; they have already been counted.
+        The argument to `on_begin` is autograd's task id of the backward pass. Recomputed outputs have already been
+        counted.
         """
         if not is_recomputed:
             self.in_other = False

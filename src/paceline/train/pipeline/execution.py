@@ -306,8 +306,7 @@ class Execution:
         program: the program of the pipeline.
         rank: the index of this rank in the pipeline.
         stages: this rank's stages, by stage number.
-        transport: the transport for messages.
-        forms: the forms of the messages for this batch size.
+        transport, forms: the transport for messages, and their forms for this batch size.
         inputs: the micro-batches, if this rank has the first stage.
         endings: the loss function for each micro-batch, if this rank has the last stage and a backward pass will
             follow.

@@ -90,11 +90,7 @@ def _one_stage_per_rank(name: str, micro_batches: int, ahead: list[int]) -> Pipe
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
-    """Creates a schedule in which rank r computes the stages r, r + ranks, r + 2 ranks and so on.
-
-    Raises:
-        ValueError: the number of micro-batches is not a multiple of the number of ranks.
-    """
+    """Creates a schedule in which rank r computes the stages r, r + ranks, r + 2 ranks and so on."""
     if micro_batches % ranks:
         raise ValueError(
             f"pipeline: the interleaved schedule needs a multiple of {ranks} micro-batches, one for each rank; "
@@ -156,11 +152,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
 
 
 def make_pipeline_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> PipelineSchedule:
-    """Creates the schedule named `name`.
-
-    Raises:
-        ValueError: the name is unknown, or the schedule does not support one of the other arguments.
-    """
+    """Creates the schedule named `name`; raises ValueError if it does not support one of the other arguments."""
     if name not in SCHEDULES:
         raise ValueError(f"pipeline: unknown schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
     for what, number in (("ranks", ranks), ("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
@@ -485,7 +477,7 @@ def simulate(
 
     Args:
         plan: the schedule.
-        times: the duration of each phase, or a function that returns the duration of a task.
+        times: the duration of each phase in seconds, or a function that returns the duration of a task.
         message_s: the time in seconds from the end of a task to the arrival of its result on another rank.
     """
     lasts: Callable[[Task], float] = times if callable(times) else lambda task: times[task.phase]

@@ -100,8 +100,7 @@ class ShardedGradientReducer:
     """Averages the gradients of sharded parameters over the ranks in `group`.
 
     Args:
-        shards: the shards of each parameter that requires a gradient.
-        names: the names of the parameters in `shards`.
+        shards, names: the shards and the name of each parameter that requires a gradient.
         buckets: for each bucket, a list of indices into `shards`. The lists must be the same on every rank.
         group: the process group of the ranks.
         ends: the object that runs callbacks at the end of a backward pass.

@@ -1,27 +1,25 @@
 """Converts optimizer states between the unsharded optimizer's format and the format of one rank's part.
 
-The module also gathers the parts on one rank without pickle (numbers are sent as JSON, tensors as bytes), and loads
-states without rounding them.
+The module also gathers the parts on one rank, without pickle, and loads states without rounding them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import chain, count, islice
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from paceline.comm.engine.channel import byte_view
+from paceline.comm.group.collectives.object_collectives import gather_object
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.zero.shards import Shard
 
 StateByIndex = dict[int, dict[str, object]]
 Group = dict[str, Any]
 
-_PLAIN = (bool, int, float, str, type(None))
 _STEP = "step"  # the only scalar whose dtype torch preserves when loading
 _WHOLE_ONLY = ("params", "param_names")  # group keys that are not copied to a rank's part
 
@@ -52,56 +50,19 @@ def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, 
     """Gathers the states of all ranks' shards, by shard number, on group rank `to`; returns None on other ranks.
 
     The gathered tensors are on the CPU, because a device that holds one rank's part may not have enough memory for all
-    parts. Every rank raises TypeError if a state has a value other than a tensor, a number, a string or None.
+    parts. If a state has a value that `gather_object` cannot send, every rank raises an error.
     """
-    problem = _unsendable(mine)
-    described = [] if problem else [[index, name, _describe(value)] for index, name, value in _flat(mine)]
-    everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps([problem, described]).encode())]
-    for rank, (reported, _) in zip(group.ranks, everyone, strict=True):
-        if reported:
-            raise TypeError(f"consolidate_state_dict: rank {rank} has {reported}")
-    if group.rank() != to:
-        tensors = [value for _, _, value in _flat(mine) if isinstance(value, torch.Tensor)]
-        if tensors:
-            group.send([byte_view(tensor.detach().cpu().contiguous()) for tensor in tensors], to, async_op=False)
+    on_cpu = {
+        index: {
+            name: value.detach().cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()
+        }
+        for index, state in mine.items()
+    }
+    gathered: list[StateByIndex] | None = [{} for _ in group.ranks] if group.rank() == to else None
+    gather_object(on_cpu, gathered, group=group, group_dst=to)
+    if gathered is None:
         return None
-    gathered: StateByIndex = {}
-    for rank, (_, entries) in enumerate(everyone):
-        received: list[torch.Tensor] = []
-        for index, name, (kind, *what) in entries:
-            value = what[0]
-            if kind == "tensor":
-                if rank == to:
-                    kept = mine[index][name]
-                    assert isinstance(kept, torch.Tensor)
-                    value = kept.detach().to("cpu", copy=True)
-                else:
-                    value = torch.empty(what[1], dtype=getattr(torch, what[0]), device="cpu")
-                    received.append(byte_view(value))
-            gathered.setdefault(index, {})[name] = value
-        if received:
-            group.recv(received, rank, async_op=False)
-    return dict(sorted(gathered.items()))
-
-
-def _flat(state: Mapping[int, Mapping[str, object]]) -> list[tuple[int, str, object]]:
-    return [(index, name, value) for index, values in state.items() for name, value in values.items()]
-
-
-def _unsendable(state: Mapping[int, Mapping[str, object]]) -> str | None:
-    for _, name, value in _flat(state):
-        if not isinstance(value, (torch.Tensor, *_PLAIN)):
-            return (
-                f"a state {name!r} of type {type(value).__name__}; only tensors, numbers, strings and None can be "
-                "sent. Use an optimizer whose state consists of these"
-            )
-    return None
-
-
-def _describe(value: object) -> list[object]:
-    if isinstance(value, torch.Tensor):
-        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
-    return ["plain", value]
+    return dict(sorted(chain.from_iterable(state.items() for state in gathered), key=itemgetter(0)))
 
 
 def copy_options(source: Sequence[Group], target: Sequence[Group]) -> None:

@@ -139,11 +139,7 @@ class Shard:
         return torch.empty_strided(self.shape, self.strides, dtype=self.param.dtype, device=self.param.device).zero_()
 
     def follow(self) -> None:
-        """Rebinds `updated` to the parameter's current memory.
-
-        Raises:
-            RuntimeError: the parameter's layout has changed since the optimizer was created.
-        """
+        """Rebinds `updated` to the parameter's current memory."""
         if self.is_mine and not self.is_whole:
             if self.param.shape != self.shape or self.param.stride() != self.strides:
                 raise RuntimeError(

@@ -36,14 +36,8 @@ _ALIGNMENT_NBYTES = 64
 class FileMemory:
     """Allocates tensors in an unnamed memory-mapped file, which the kernel frees even if the process is killed.
 
-    Disk space is reserved in advance, because a write to mapped memory cannot report a full disk.
-
-    Args:
-        directory: the directory for the file.
-        me: a description of this rank for error messages.
-
-    Raises:
-        OSError: a file cannot be created in the directory.
+    Disk space is reserved in advance, because a write to mapped memory cannot report a full disk. The methods that
+    allocate memory then raise OSError, with `me`, a description of this rank, in the message.
     """
 
     def __init__(self, directory: str | os.PathLike[str], me: str) -> None:
@@ -67,11 +61,7 @@ class FileMemory:
         return self._nbytes
 
     def zeros(self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocates a dense tensor of zeros in the file.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Allocates a dense tensor of zeros in the file."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
@@ -107,13 +97,12 @@ class FileMemory:
 class StateStorage:
     """Allocates memory for an optimizer's state and its master copies of parameters.
 
+    Methods that allocate memory raise OSError if the disk is full.
+
     Args:
         dtype: the dtype of the master copies. If None, the optimizer updates the parameters themselves.
         offload: "cpu", or a directory for a memory-mapped file. If None, the state is kept on the parameters' device.
         me: a description of this rank for error messages.
-
-    Raises:
-        TypeError: `dtype` is not a floating-point dtype.
     """
 
     def __init__(self, dtype: torch.dtype | None, offload: str | os.PathLike[str] | None, me: str) -> None:
@@ -148,11 +137,7 @@ class StateStorage:
         return self._dtype_for(param) != param.dtype or (self._offload is not None and not param.is_cpu)
 
     def make_masters(self, shards: Iterable[Shard]) -> None:
-        """Creates master copies for this rank's shards where needed.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Creates master copies for this rank's shards where needed."""
         for shard in shards:
             updated = shard.updated
             if updated is not None and shard.is_mine and shard.master is None and self.copies(updated):
@@ -168,11 +153,7 @@ class StateStorage:
         return torch.device(_CPU) if self._offload is not None else params[0].device
 
     def step(self, inner: Optimizer) -> None:
-        """Steps the optimizer; if there is a file, new state is allocated in it.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Steps the optimizer; if there is a file, new state is allocated in it."""
         if self._file is None:
             inner.step()
             return
@@ -183,11 +164,7 @@ class StateStorage:
         self.settle(inner)
 
     def settle(self, inner: Optimizer) -> None:
-        """Moves state that is not in the file, for example after loading, into the file; does nothing without a file.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Moves state that is not in the file, for example after loading, into the file, if there is one."""
         if self._file is None:
             return
         for updated, values in inner.state.items():
