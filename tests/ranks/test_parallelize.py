@@ -318,6 +318,26 @@ def layouts_between_layers() -> None:
                 torch.testing.assert_close(own.grad, part(whole.grad, own), rtol=1e-10, atol=1e-10)
 
 
+def features_of_a_rowwise_layer() -> None:
+    dist.init_process_group()
+    torch.manual_seed(5)
+    for size in (6, 7):  # 7 features cannot be divided evenly
+        model, x = nn.Linear(4, size).double(), torch.randn(3, 4, dtype=torch.float64)
+        reference = copy.deepcopy(model)
+        style = dist.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1))
+        dist.parallelize_module(model, None, style)
+        mine, theirs = model(x), reference(x).tensor_split(2, -1)[dist.get_rank()]
+        torch.testing.assert_close(mine, theirs)
+        mine.square().sum().backward()
+        reference(x).square().sum().backward()
+        for own, whole in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, part(whole.grad, own), rtol=1e-10, atol=1e-10)
+
+
+def test_a_rowwise_layer_divides_its_output_by_features(ranks):
+    ranks(2)(features_of_a_rowwise_layer)
+
+
 def test_layers_convert_their_inputs_and_outputs_to_any_layout(ranks):
     ranks(2)(layouts_between_layers)
 

@@ -113,17 +113,18 @@ class ModuleMonitor:
 
     def _accept_change(self) -> None:
         """Records the module's current structure, or raises an error if the trained parameters have changed."""
-        now = {id(param): name for name, param in self._module.named_parameters()}
-        if not all(isinstance(param, nn.Parameter) for param in self._module.parameters()):
+        named = dict(self._module.named_parameters())
+        if not all(isinstance(param, nn.Parameter) for param in named.values()):
             return  # torch.func.functional_call replaces parameters by tensors during one call; they pass gradients on
         unknown = {
             name: param
-            for name, param in self._module.named_parameters()
+            for name, param in named.items()
             if id(param) not in self._known and name not in self.tracked.ignored
         }
         new = [name for name, param in unknown.items() if param.requires_grad]
-        gone = [name for name, param in self.tracked.trained.items() if id(param) not in now and name not in new]
-        if gone and not any(param.requires_grad for param in self._module.parameters()):
+        kept = set(map(id, named.values()))
+        gone = [name for name, param in self.tracked.trained.items() if id(param) not in kept and name not in new]
+        if gone and not any(param.requires_grad for param in named.values()):
             return  # torch.func.functional_call replaces all parameters for an evaluation; there is nothing to average
         if new or (gone and not self._may_leave_out):
             changes = [f"new: {', '.join(new[:5])}"] if new else []

@@ -236,7 +236,11 @@ class RowwiseLinear(nn.Linear):
         else:
             own = redistributed(input, self.input_layout, -1, self.group)
         result = sum_of_parts(functional.linear(own, self.weight), self.output_layout, self.group)
-        return result if self.bias is None else result + self.bias
+        if self.bias is None:
+            return result
+        if self.output_layout is not WHOLE and self.output_layout % result.ndim == result.ndim - 1:
+            return result + _own_part(self.bias, 0, len(self.bias), self.group)
+        return result + self.bias
 
 
 class ColwiseEmbedding(nn.Embedding):

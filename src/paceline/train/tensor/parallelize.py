@@ -128,7 +128,7 @@ class RowwiseParallel(ParallelStyle):
             linear.weight = divide(linear.weight, 1)
             linear.in_features = linear.weight.size(1)
             if linear.bias is not None and self.output_layout is not WHOLE:
-                linear.bias.register_hook(_summing(group))  # each rank adds the bias only to its part of the tokens
+                linear.bias.register_hook(_summing(group))  # each rank adds the bias only to its part of the output
         elif isinstance(module, nn.Embedding):
             _require_plain(module, name)
             embedding = _become(module, RowwiseEmbedding, group)

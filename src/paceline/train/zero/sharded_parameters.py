@@ -8,11 +8,10 @@ error instead of accessing freed memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
 
 import torch
 from torch import nn
@@ -73,22 +72,13 @@ def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit
     return [Unit(*layers[home], tuple(members[home])) for home in members if members[home]]
 
 
-def buckets_of_units(units: Sequence[Unit], trained: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Returns a bucket for each unit: the unit's parameters, as indices into `trained`."""
-    index_of = {id(param): index for index, param in enumerate(trained)}
-    return [[index_of[id(param)] for param in unit.params if id(param) in index_of] for unit in units]
-
-
 def names_of(params: Sequence[torch.Tensor], module: nn.Module | None) -> list[str]:
     """Returns the parameters' names in the module, or numbered names for parameters outside the module."""
     known = {} if module is None else {id(param): name for name, param in module.named_parameters()}
     return [known.get(id(param), f"parameter {index}") for index, param in enumerate(params)]
 
 
-Layer = TypeVar("Layer", bound=Hashable)
-
-
-class LayerOrder(Generic[Layer]):
+class LayerOrder:
     """Predicts the next layer to run: the layer that followed the current layer the last time that it ran.
 
     >>> order = LayerOrder()
@@ -99,11 +89,11 @@ class LayerOrder(Generic[Layer]):
     """
 
     def __init__(self) -> None:
-        self._after: dict[Layer, Layer] = {}
-        self._visited: set[Layer] = set()
-        self._latest: Layer | None = None
+        self._after: dict[int, int] = {}
+        self._visited: set[int] = set()
+        self._latest: int | None = None
 
-    def visit(self, layer: Layer) -> Layer | None:
+    def visit(self, layer: int) -> int | None:
         """Records that a layer runs; returns the predicted next layer or None. A repeated layer starts a new pass."""
         if layer in self._visited:
             self._visited.clear()
@@ -152,8 +142,7 @@ class ShardedParameters:
         self._keep_runs()
         self._pinned = False
         self._ahead = ahead
-        self._order_in_forward: LayerOrder[int] = LayerOrder()
-        self._order_in_backward: LayerOrder[int] = LayerOrder()
+        self._order_in_forward, self._order_in_backward = LayerOrder(), LayerOrder()
         self._flying: dict[int, _Flight] = {}
         self._handles: list[RemovableHandle] = []
         for number, unit in enumerate(units):

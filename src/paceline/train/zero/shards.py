@@ -154,8 +154,8 @@ class Shard:
     def beside_master(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copies a tensor with the layout of `updated` to the device of the master copy.
 
-        A copy to `pinned` may still be in progress: call `wait_for_copies` before reading the values, and read them
-        before the next call to this method.
+        A copy to `pinned` may still be in progress; `_beside_masters` waits for it. The values must be read before the
+        next call to this method.
         """
         assert self.master is not None
         if self.pinned is None or tensor.is_cpu or tensor.dtype != self.pinned.dtype:
@@ -262,25 +262,21 @@ class Shards:
 
     def take_to_masters(self) -> None:
         """Moves the gradients of shards with master copies to the master copies."""
-        taken: list[tuple[Shard, torch.Tensor]] = []
-        for shard in self.mine():
-            if shard.master is not None and shard.updated is not None and shard.updated.grad is not None:
-                taken.append((shard, shard.beside_master(shard.updated.grad)))
-        wait_for_copies(shard for shard, _ in taken)
-        for shard, gradient in taken:
+        held = [(shard, updated.grad) for shard, updated in self._with_masters() if updated.grad is not None]
+        for shard, gradient in _beside_masters(held):
             assert shard.updated is not None
             shard.updated.grad = None
             shard.take_to_master(gradient)
 
     def refresh_masters(self) -> None:
         """Updates the master copies with the parameter elements that have changed since the last step."""
-        seen: list[tuple[Shard, torch.Tensor]] = []
-        for shard in self.mine():
-            if shard.master is not None and shard.updated is not None:
-                seen.append((shard, shard.beside_master(shard.updated)))
-        wait_for_copies(shard for shard, _ in seen)
-        for shard, updated in seen:
+        for shard, updated in _beside_masters(self._with_masters()):
             shard.refresh_master(updated)
+
+    def _with_masters(self) -> list[tuple[Shard, torch.Tensor]]:
+        """Returns this rank's shards that have master copies, each with its `updated`."""
+        held = [(shard, shard.updated) for shard in self.mine() if shard.master is not None]
+        return [(shard, updated) for shard, updated in held if updated is not None]
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients of the tensors that this rank's inner optimizer updates."""
@@ -307,10 +303,12 @@ def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGrou
             group.broadcast(tensor.detach(), owner, any_order=True)
 
 
-def wait_for_copies(shards: Iterable[Shard]) -> None:
-    """Waits until all copies to pinned memory that are queued on the current streams are complete."""
-    for device in dict.fromkeys(shard.param.device for shard in shards if shard.pinned is not None):
+def _beside_masters(values: Iterable[tuple[Shard, torch.Tensor]]) -> list[tuple[Shard, torch.Tensor]]:
+    """Copies each shard's tensor to the device of the shard's master copy, and waits until all copies are complete."""
+    copies = [(shard, shard.beside_master(tensor)) for shard, tensor in values]
+    for device in dict.fromkeys(shard.param.device for shard, _ in copies if shard.pinned is not None):
         record_current(device).wait()
+    return copies
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

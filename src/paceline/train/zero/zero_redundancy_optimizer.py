@@ -29,7 +29,7 @@ from paceline.train.zero.partitioned_optimizer import (
     require_fit,
     synchronize_parameters,
 )
-from paceline.train.zero.sharded_parameters import ShardedParameters, buckets_of_units, find_units, names_of
+from paceline.train.zero.sharded_parameters import ShardedParameters, find_units, names_of
 from paceline.train.zero.shards import Shards, is_elementwise
 from paceline.train.zero.state_storage import StateStorage
 
@@ -269,15 +269,17 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         params, by_param = self._params(), self._shards.by_param
         trained_shards = [shards for shards in by_param if shards[0].param.requires_grad]
         trained = [shards[0].param for shards in trained_shards]
+        names = names_of(trained, self._module)
         units = find_units(self._module, params) if self.stage == 3 and self._module is not None else []
         if self.stage == 3:
-            buckets = buckets_of_units(units, trained)
+            index_of = {id(param): index for index, param in enumerate(trained)}
+            buckets = [[index_of[id(param)] for param in unit.params if id(param) in index_of] for unit in units]
         else:
             sizes, dtypes = [param.nbytes for param in trained], [param.dtype for param in trained]
             buckets = [list(bucket.params) for bucket in make_buckets(sizes, dtypes, self._bucket_caps)]
         self._reducer = ShardedGradientReducer(
             trained_shards,
-            names_of(trained, self._module),
+            names,
             buckets,
             self.process_group,
             self._ends,
@@ -289,8 +291,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             replicas=replica_check(self._module, params, self.process_group) if self.stage < 3 else None,
         )
         if self.stage > 1:
-            named = dict(zip(names_of(trained, self._module), trained, strict=True))
-            whose = "the average only of what this rank owns"
+            named, whose = dict(zip(names, trained, strict=True)), "the average only of what this rank owns"
             self._watch = ClippingWatch(named, f"rank {self.process_group.me.rank}", whose)
             self._ends.callbacks.append(self._watch.note)
         if self.stage == 3:
