@@ -73,7 +73,7 @@ def phases_of(device: torch.device) -> DevicePhases:
 
 
 class RecordedSteps:
-    """Records the steps and backward passes of one wrapped module; `name` is that of the wrapper, such as "ddp"."""
+    """Records the steps and backward passes of one wrapped module; `name` is the wrapper's name, such as "ddp"."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
@@ -110,7 +110,7 @@ class RecordedSteps:
 class RecordedBuckets:
     """Records the progress of gradient buckets, from the computation of their gradients until they are averaged.
 
-    The `name` is that of the wrapper, such as "ddp".
+    `name` is the wrapper's name, such as "ddp".
     """
 
     def __init__(self, name: str) -> None:

@@ -18,7 +18,7 @@ class Checks:
     """The checks that are enabled."""
 
     are_on: bool  # whether gradients and replicas are checked
-    every: int | None = None  # the number of steps between two comparisons of replicas; None if it depends on the cost
+    every: int | None = None  # steps between two comparisons of the replicas; if None, the number depends on the cost
 
     def __str__(self) -> str:
         return str(self.every) if self.every else "on" if self.are_on else "off"

@@ -320,7 +320,10 @@ class GradientCheck:
         self._seen_on_device.clear()
 
     def end(self, step: int, averages: Sequence[torch.Tensor] | None = None) -> None:
-        """Completes backward pass `step`; `averages` is None if they are in the memory of the checked gradients."""
+        """Completes backward pass `step`.
+
+        `averages` is None if the averages are in the memory of the checked gradients.
+        """
         now = time.perf_counter()
         self._clock.tick(now)
         self._judge_outcomes()

@@ -54,7 +54,7 @@ class ModuleChecks:
     def end(self, averages: Sequence[torch.Tensor] | None = None) -> None:
         """Completes a backward pass whose gradients were averaged; all ranks must call it the same number of times.
 
-        `averages` is None if they are in the gradients' memory.
+        `averages` is None if the averages are in the gradients' memory.
         """
         self._step += 1
         if self._gradients is not None:

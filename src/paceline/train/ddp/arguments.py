@@ -1,7 +1,7 @@
 """Arguments to DistributedDataParallel: defaults, conversion of torch's arguments, and checks for conflicts.
 
-Apart from `choose_wire`, whose second result is sent to all ranks first, the functions raise an error if an argument is
-wrong.
+If an argument is wrong, these functions raise an error. Only `choose_wire` can return the error instead, because all
+ranks must receive it before it is raised.
 """
 
 from __future__ import annotations

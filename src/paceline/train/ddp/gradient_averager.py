@@ -87,9 +87,8 @@ class GradientAverager:
         on_cpu = all(param.is_cpu for param in self.gradients.params)
         self._same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu and wire is None)
         self._wire = wire
-        self._wires: dict[
-            int, tuple[Sequence[str], Wire]
-        ] = {}  # each keeps the rounding errors of a bucket's gradients
+        # Each wire keeps the rounding errors of the gradients in a bucket, listed by name.
+        self._wires: dict[int, tuple[Sequence[str], Wire]] = {}
 
         # - Options of the wrapper
         self._overlap = overlap

@@ -152,7 +152,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
 
 
 def make_pipeline_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> PipelineSchedule:
-    """Creates the schedule named `name`; raises ValueError if it does not support one of the other arguments."""
+    """Creates the schedule named `name`; raises ValueError if the name or another argument is not supported."""
     if name not in SCHEDULES:
         raise ValueError(f"pipeline: unknown schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
     for what, number in (("ranks", ranks), ("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
@@ -410,7 +410,7 @@ def _is_possible(step: Step, plan: PipelineSchedule, computed: set[Task], arrive
 
 
 def _dependencies(task: Task, plan: PipelineSchedule) -> list[tuple[Task, ...]]:
-    """Returns a task's dependencies. At least one task in each tuple, whose tasks have one stage, must be complete."""
+    """Returns a task's dependencies. At least one task in each tuple must be complete; its tasks are in one stage."""
     stage, micro_batch = task.stage, task.micro_batch
     if task.phase is PipelinePhase.WEIGHT:
         return [(Task(stage, micro_batch, PipelinePhase.INPUT),)]

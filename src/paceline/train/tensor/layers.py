@@ -17,8 +17,9 @@ Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,41 +74,37 @@ Layout = int | None
 @eager
 def copied(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Returns `tensor`; backward sums its gradient over the ranks, because each rank may use the tensor differently."""
-    return _applied("copied", tensor, 0, 0, group)
+    return _apply(tensor, "copied", 0, 0, group)
 
 
 @eager
 def summed(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Returns the sum of the ranks' tensors."""
-    return _applied("summed", tensor, 0, 0, group)
+    return _apply(tensor, "summed", 0, 0, group)
 
 
 @eager
 def split(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Returns this rank's part of a replicated tensor."""
-    return _applied("split", tensor, dim, tensor.size(dim), group)
+    return _apply(tensor, "split", dim % tensor.ndim, tensor.size(dim), group)
 
 
 @eager
 def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
     """Concatenates the ranks' parts along `dim` up to size `length`; all ranks must use the result in the same way."""
-    return _applied("joined", tensor, dim, length, group)
+    return _apply(tensor, "joined", dim % tensor.ndim, length, group)
 
 
 @eager
 def joined_for_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
     """Concatenates the ranks' parts along `dim` up to size `length`, as input to a divided layer."""
-    return _applied("joined_for_parts", tensor, dim, length, group)
+    return _apply(tensor, "joined_for_parts", dim % tensor.ndim, length, group)
 
 
 @eager
 def summed_into_parts(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Returns this rank's part of the sum of the ranks' tensors."""
-    return _applied("summed_into_parts", tensor, dim, tensor.size(dim), group)
-
-
-def _applied(name: str, tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    return cast(torch.Tensor, _Collective.apply(tensor, name, dim % max(1, tensor.ndim), length, group))  # type: ignore[no-untyped-call]
+    return _apply(tensor, "summed_into_parts", dim % tensor.ndim, tensor.size(dim), group)
 
 
 @eager_methods
@@ -124,7 +121,10 @@ class _Collective(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _Collective.apply(grad, *ctx.arguments), None, None, None, None  # type: ignore[no-untyped-call]
+        return _apply(grad, *ctx.arguments), None, None, None, None
+
+
+_apply: Callable[..., torch.Tensor] = _Collective.apply
 
 
 def _view(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
@@ -193,10 +193,9 @@ def sum_of_parts(tensor: torch.Tensor, layout: Layout, group: ProcessGroup) -> t
 def redistributed(
     part: torch.Tensor, dim: int, layout: Layout, group: ProcessGroup, length: int | None = None
 ) -> torch.Tensor:
-    """Converts a tensor that is divided along `dim` to another layout, in which all ranks must use it alike.
+    """Converts a tensor that is divided along `dim` to another layout; all ranks must use the result in the same way.
 
-    Args:
-        length: the total size along `dim`; by default, all ranks' parts have the same size.
+    `length` is the total size along `dim`; if it is None, all ranks' parts have the same size.
     """
     if layout is not WHOLE and layout % part.ndim == dim % part.ndim:
         return part

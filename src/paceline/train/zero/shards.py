@@ -242,9 +242,9 @@ class Shards:
             _copy_from_owner([s.run(s.param.detach()) for s in self.all() if s.owner == owner], owner, group)
 
     def take_gradients(self, free: bool) -> None:
-        """Sets the gradients of this rank's runs from the parameters' gradients, whose memory the runs share.
+        """Sets the gradients of this rank's runs from the parameters' gradients.
 
-        If `free` is True, the runs get copies, and gradients that this rank does not need are freed.
+        If `free` is True, gradients that this rank does not need are freed. Otherwise, the runs share their memory.
         """
         for shards in self.by_param:
             param = shards[0].param

@@ -36,8 +36,8 @@ _ALIGNMENT_NBYTES = 64
 class FileMemory:
     """Allocates tensors in an unnamed memory-mapped file, which the kernel frees even if the process is killed.
 
-    Disk space is reserved in advance, because a write to mapped memory cannot report a full disk. The methods that
-    allocate memory then raise OSError, with `me`, a description of this rank, in the message.
+    Disk space is reserved in advance, because a write to mapped memory cannot report a full disk. The
+    constructor and `zeros` raise OSError if they fail; the message contains `me`, a description of this rank.
     """
 
     def __init__(self, directory: str | os.PathLike[str], me: str) -> None:
