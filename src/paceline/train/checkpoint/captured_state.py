@@ -1,7 +1,6 @@
 """CapturedState: a rank's contribution to a checkpoint, before anything is copied or written.
 
-`capture` creates it from the objects of a training loop: modules, optimizers, loaders and all other objects with state.
-`TrainingState` is the mapping that `paceline.save` takes, and `RandomState` is an object that it can contain.
+`capture` creates it from the objects of a training loop. `RandomState` is an object that a state can contain.
 """
 
 from __future__ import annotations
@@ -55,9 +54,6 @@ class CapturedObject:
     """The state of an object, which may differ between ranks.
 
     Attributes:
-        state: the complete state, including tensors.
-        value: the state without its tensors.
-        tensors: the tensors in the state, by name.
         is_everywhere: whether every rank has the object. False if only the ranks of a pipeline stage have it.
     """
 
@@ -69,12 +65,11 @@ class CapturedObject:
 
 @dataclass(frozen=True)
 class CapturedReplica:
-    """The state of a module or an optimizer. It should be the same on every rank, but no wrapper ensures that it is.
+    """The state of a module or an optimizer that should be the same on every rank, although no wrapper ensures it.
 
     Attributes:
-        state: the contribution to the checkpoint if the parameters, or the optimizer's state, are the same on every
-            rank.
-        capture_own: a function that captures this rank's complete state under the given name, in case the ranks differ.
+        state: the contribution to the checkpoint if the ranks do not differ.
+        capture_own: a function that captures this rank's complete state under the given name, in case they do.
     """
 
     state: CapturedState
@@ -84,9 +79,7 @@ class CapturedReplica:
 class OfferedRegion(NamedTuple):
     """A region that this rank has and other ranks may also have.
 
-    Attributes:
-        held: the region in this rank's memory.
-        of_first: whether the elements may differ between ranks. If so, those on the first rank are saved.
+    If `of_first` is set, the elements may differ between ranks, and those on the first rank are saved.
     """
 
     held: LocalRegion
@@ -107,7 +100,6 @@ class CapturedState:
         replicas: the modules and optimizers that are compared between ranks, and saved separately for each rank if they
             differ.
         layers: the names of this rank's layers and the total number of layers, by pipeline name.
-        layouts: the layouts of the parameters in modules and optimizers.
     """
 
     is_first: bool = True
@@ -123,8 +115,7 @@ class CapturedState:
     def is_on_first_rank(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Returns True if this is the first of the ranks among which `parallelize_module` divided these parameters.
 
-        All of these ranks have the same undivided parameters, so only the first rank contributes its shards of these
-        parameters.
+        Only that rank contributes its ZeRO shards of the parameters that all of these ranks have undivided.
         """
         return all(self.layouts[parameter].is_on_first_rank for parameter in parameters)
 
@@ -236,16 +227,7 @@ def _fault_of_order(given: Mapping[str, object]) -> str | None:
 
 
 def require_state(call: str, state: object, step: object = None) -> None:
-    """Checks that the arguments to a method of a checkpoint manager are not a path, and not swapped.
-
-    Args:
-        call: the name of the method.
-        state: the argument for the state.
-        step: the argument for the step, or None if the method takes no step.
-
-    Raises:
-        TypeError: the state is a path, or the step is a state.
-    """
+    """Raises TypeError if the state given to a method of a checkpoint manager is a path, or the step is a state."""
     if isinstance(step, Mapping):
         raise TypeError(
             f"CheckpointManager.{call} got {short_repr(step)} as the step and {short_repr(state)} as the state; it "
@@ -259,11 +241,7 @@ def require_state(call: str, state: object, step: object = None) -> None:
 
 
 def require_path(path: object) -> None:
-    """Checks that the argument to CheckpointManager is a path.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Raises TypeError if the argument to CheckpointManager is not a path."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(
             f"CheckpointManager got {short_repr(path)} as the path; pass the directory of the checkpoints here, and "
@@ -275,12 +253,8 @@ def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbe
     """Returns this rank's contribution to a checkpoint of `state`, without copying data.
 
     Args:
-        state: the objects and plain values by name.
         is_first: whether this is rank 0, whose buffers and loader positions are saved.
         numberings: the numberings of the pipeline optimizers, by name.
-
-    Raises:
-        TypeError: the state contains an object that a checkpoint cannot hold. The message contains its name.
     """
     into = CapturedState(is_first)
     found = list(entries(state))
@@ -293,8 +267,7 @@ def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbe
 def _synchronized_parameters(values: Iterable[object]) -> set[int]:
     """Returns the ids of the parameters that a wrapper keeps the same on every rank.
 
-    This includes modules wrapped in torch's DistributedDataParallel, unless a communication hook averages the
-    gradients.
+    The wrapper may be torch's DistributedDataParallel, unless a communication hook averages the gradients.
     """
     modules = synchronized_modules()
     for value in values:
@@ -310,14 +283,7 @@ def _synchronized_parameters(values: Iterable[object]) -> set[int]:
 def entries(state: TrainingState, name: str = "", enclosing: Enclosing = _NO_NAMES) -> Iterator[tuple[str, Any]]:
     """Yields the objects and values in a state with their names, including those in dicts and in an ElasticState.
 
-    Args:
-        state: the objects and plain values by name.
-        name: the name of this state within the whole state.
-        enclosing: the dicts that hold the state.
-
-    Raises:
-        TypeError: the state is not a dict, or a name is empty or not a string.
-        CircularTreeError: a dict contains itself.
+    `name` is the name of this state within the whole state, and `enclosing` are the dicts that hold it.
     """
     if not isinstance(state, Mapping):
         raise TypeError(
@@ -435,11 +401,7 @@ def _may_differ(value: nn.Module | Optimizer, into: CapturedState, synchronized:
 
 
 def _capture_replica(name: str, into: CapturedState, capture_as: Callable[[str, CapturedState], None]) -> None:
-    """Captures an object that is compared between ranks.
-
-    Args:
-        capture_as: a function that adds the object to a captured state under the given name.
-    """
+    """Captures an object that is compared between ranks; `capture_as` adds it to a state under a given name."""
 
     def capture_own(own: str) -> CapturedState:
         state = CapturedState(layouts=into.layouts)
@@ -495,14 +457,7 @@ def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:
 
 
 def _capture_optimizer(name: str, optimizer: Optimizer, into: CapturedState, numbering: Numbering | None) -> None:
-    """Adds an optimizer to the captured state.
-
-    Args:
-        numbering: the numbering of a pipeline optimizer, or None for an optimizer that has all parameters of the model.
-
-    Raises:
-        TypeError: the ranks' parts of the optimizer state cannot be assembled.
-    """
+    """Adds an optimizer; `numbering` is None if the optimizer has all parameters of the model."""
     parameters = parameters_of(optimizer)
     numbers = list(range(len(parameters))) if numbering is None else list(chain(*numbering.of_own(optimizer)))
     if isinstance(optimizer, PartitionedOptimizer):

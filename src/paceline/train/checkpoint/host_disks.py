@@ -1,8 +1,4 @@
-"""Checkpoints on disks that are not shared. Each host stores its own ranks' files and a manifest of all files.
-
-`found_disks` finds the ranks that access the same directory, `begin` begins a checkpoint on every disk, and
-`newest_spread` finds the newest checkpoint whose files can all be read, each by at least one rank.
-"""
+"""Checkpoints on disks that are not shared. Each host stores its own ranks' files and a manifest of all files."""
 
 from __future__ import annotations
 
@@ -23,12 +19,7 @@ from paceline.train.checkpoint.rank_channel import CollectiveChannel, result_of_
 
 @dataclass(frozen=True)
 class Disks:
-    """The disks that the ranks use.
-
-    Attributes:
-        of: for each rank, the first of the ranks that use the same directory.
-        rank: the number of this rank.
-    """
+    """The disks that the ranks use. `of` has, for each rank, the first of the ranks that use the same directory."""
 
     of: tuple[int, ...]
     rank: int
@@ -44,12 +35,7 @@ class Disks:
 
 
 def found_disks(root: Root, channel: CollectiveChannel) -> Disks:
-    """Finds the ranks that use the same directory. Each rank creates a file and looks for the files of other ranks.
-
-    Raises:
-        CheckpointError: a rank cannot write to its directory; raised on every rank.
-        ValueError: the root is an address that all hosts can reach.
-    """
+    """Finds the ranks that use the same directory. Each rank creates a file and looks for the files of other ranks."""
     storage = root.storage
     if not storage.renames:
         raise ValueError(
@@ -121,11 +107,7 @@ def begin(
 
 
 def abandon(root: Root, draft: Draft, disks: Disks | None, rank: int) -> None:
-    """Removes a failed checkpoint from this rank's disk, if this rank publishes checkpoints there.
-
-    Args:
-        disks: the disks of the hosts, or None if all ranks share one.
-    """
+    """Removes a failed checkpoint from this rank's disk, if this rank publishes checkpoints there."""
     if rank == 0 if disks is None else disks.is_first:
         root.abandon(draft)
 
@@ -135,8 +117,6 @@ class SpreadCheckpoint:
     """A checkpoint whose files are on several disks. Each file is accessible to at least one rank.
 
     Attributes:
-        token: the checkpoint's token, which is the same on all disks.
-        sequence: the checkpoint's sequence number.
         name: the checkpoint's name on this rank's disk, or None if no part of it is on that disk.
         holders: for each file, the ranks that can read it.
         describer: the first rank whose disk has the checkpoint's manifest, or -1 if every disk has it.
@@ -167,11 +147,9 @@ def newest_spread(
 ) -> tuple[SpreadCheckpoint | None, dict[str, str]]:
     """Returns the newest checkpoint whose files can all be read, and the reasons why newer ones were skipped, by token.
 
-    Args:
-        damaged: the faults of checkpoints that are known to be damaged, by token.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none is complete; raised on every rank.
+    `damaged` contains the faults of checkpoints that are known to be damaged, by token. If there are checkpoints but
+    none
+    is complete, CheckpointError is raised on every rank.
     """
 
     def listed() -> bytes:
@@ -232,11 +210,7 @@ def _spread(
 def open_spread(
     root: Root, spread: SpreadCheckpoint, channel: CollectiveChannel
 ) -> Iterator[Checkpoint | AbsentCheckpoint]:
-    """Opens the checkpoint on this rank's disk for the duration of a `with` block; every rank must call this.
-
-    Raises:
-        CheckpointError: a rank could not open it; raised on every rank.
-    """
+    """Opens the checkpoint on this rank's disk for the duration of a `with` block; every rank must call this."""
     with ExitStack() as closing:
         opened: list[Checkpoint] = []
 

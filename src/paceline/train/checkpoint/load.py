@@ -1,9 +1,4 @@
-"""Loads a checkpoint into the objects of a training loop, on any number of ranks.
-
-`load` loads a given checkpoint, a checkpoint from another library, or the newest checkpoint in a directory.
-`load_newest`, which `CheckpointManager` uses, skips damaged checkpoints. Both can read from a disk that all ranks
-share, or from each host's own disk.
-"""
+"""Loads a checkpoint into the objects of a training loop, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -38,12 +33,7 @@ _FOREIGN = "foreign:"  # prefix that is added to the path of a checkpoint from a
 
 @dataclass(frozen=True)
 class LoadResult:
-    """The result of loading a checkpoint.
-
-    Attributes:
-        step: the step with which the checkpoint was saved, or None.
-        nbytes_read: the number of bytes that this rank has read.
-    """
+    """The step with which a checkpoint was saved, or None, and the number of bytes that this rank has read."""
 
     step: int | None
     nbytes_read: int
@@ -172,17 +162,10 @@ def _load_opened(
 def load_newest(
     state: TrainingState, root: Root, disks: Disks | None, channel: CollectiveChannel
 ) -> tuple[LoadResult, Mapping[str, str]] | None:
-    """Loads the newest undamaged checkpoint into `state`.
+    """Loads the newest undamaged checkpoint into `state`; returns None if there is no checkpoint.
 
-    Args:
-        disks: the disks of the hosts, or None if all ranks share one.
-
-    Returns:
-        The result of loading, and the faults of the newer checkpoints that were skipped, by name (or by token if
-        `disks` is given). None if there is no checkpoint.
-
-    Raises:
-        CheckpointError: there are checkpoints but none is complete, or the newest complete one does not match `state`.
+    Also returns the faults of the newer checkpoints that were skipped, by name, or by token if `disks` is given. A
+    checkpoint that is complete but does not match `state` is an error.
     """
     damaged: dict[str, str] = {}
     if disks is None:
@@ -203,13 +186,9 @@ def load_newest(
 
 
 def _newest_undamaged(root: Root, channel: CollectiveChannel, damaged: dict[str, str]) -> str | None:
-    """Returns the name of the newest checkpoint that is not known to be damaged, or None if there are no checkpoints.
+    """Returns the name of the newest checkpoint that is not in `damaged`, or None if there are no checkpoints.
 
-    Args:
-        damaged: the faults of damaged checkpoints, by name. Rank 0 adds the faults that it finds.
-
-    Raises:
-        CheckpointError: there are checkpoints but none is complete; raised on every rank.
+    Rank 0 adds the faults that it finds to `damaged`, by name.
     """
 
     def choose() -> bytes:
@@ -228,11 +207,7 @@ def _newest_undamaged(root: Root, channel: CollectiveChannel, damaged: dict[str,
 
 
 def newest_sequence(root: Root, disks: Disks | None, channel: CollectiveChannel) -> int:
-    """Returns the sequence number of the newest complete checkpoint on disk, or 0 if none can be read.
-
-    Args:
-        disks: the disks of the hosts, or None if all ranks share one.
-    """
+    """Returns the sequence number of the newest complete checkpoint on disk, or 0 if none can be read."""
 
     def look() -> bytes:
         newest, _ = root.newest_whole()

@@ -1,7 +1,7 @@
 """Numbering: the parameter numbers of optimizers. A checkpoint holds an optimizer's state for the whole model.
 
-The state of an optimizer is keyed by parameter numbers. On each rank of a pipeline, the optimizer numbers only its own
-parameters. The ranks therefore agree on a `Numbering`, which maps each rank's numbers to those in the undivided model's
+An optimizer's state is keyed by parameter numbers. In a pipeline, each rank's optimizer numbers only its own
+parameters, so the ranks agree on a `Numbering`, which maps each rank's numbers to those in the undivided model's
 optimizer.
 """
 
@@ -26,10 +26,9 @@ Outline = dict[str, list[list[int]]]
 
 
 class Numbering:
-    """The parameter numbers in the optimizer of the undivided model.
+    """The parameter numbers in the undivided model's optimizer.
 
-    Args:
-        groups: for each parameter group, the positions of all ranks' parameters in the model.
+    `groups` contains, for each parameter group, the positions of all ranks' parameters in the model.
 
     >>> numbering = Numbering([[0, 2, 3], [1]])
     >>> numbering.of([3, 1])
@@ -58,11 +57,7 @@ class Numbering:
         ]
 
     def own_of(self, groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Restricts the parameter groups of the undivided model's optimizer to this rank's parameters.
-
-        Raises:
-            CheckpointError: the groups belong to another model.
-        """
+        """Restricts the parameter groups of the undivided model's optimizer to this rank's parameters."""
         saved, here = [len(group["params"]) for group in groups], [len(numbers) for numbers in self.groups]
         if saved != here:
             raise CheckpointError(
@@ -74,11 +69,7 @@ class Numbering:
 
 
 def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
-    """Returns the encoded `Outline` of this rank's optimizers, given its objects by name.
-
-    Raises:
-        TypeError: an optimizer has both pipeline parameters and other parameters.
-    """
+    """Returns the encoded `Outline` of this rank's optimizers, given its objects by name."""
     outline: Outline = {}
     for name, value in entries:
         if not isinstance(value, Optimizer):
@@ -95,11 +86,7 @@ def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
 
 
 def agreed(outlines: Sequence[bytes]) -> dict[str, Numbering]:
-    """Returns the numbering for each pipeline optimizer, given the encoded outlines of all ranks.
-
-    Raises:
-        CheckpointError: the ranks have different optimizers or different parameter groups.
-    """
+    """Returns the numbering for each pipeline optimizer, given the encoded outlines of all ranks."""
     everyone = [msgspec.json.decode(outline, type=Outline) for outline in outlines]
     for rank, outline in enumerate(everyone):
         for name, groups in everyone[0].items():
@@ -120,7 +107,6 @@ def agreed(outlines: Sequence[bytes]) -> dict[str, Numbering]:
 
 
 def _joined(name: str, everyone: Sequence[list[list[int]]]) -> list[list[int]]:
-    """Merges the parameter groups of all ranks."""
     groups = [sorted(set(chain.from_iterable(groups))) for groups in zip(*everyone, strict=True)]
     listed = list(chain.from_iterable(groups))
     if len(set(listed)) != len(listed):
@@ -151,12 +137,7 @@ def own_groups(
 def own_state_dict(
     name: str, found: Mapping[str, Any], optimizer: Optimizer, numbering: Numbering | None
 ) -> dict[str, Any]:
-    """Returns this rank's part of a `state_dict` from the optimizer of the whole model.
-
-    Raises:
-        CheckpointError: the `state_dict` belongs to another model's optimizer.
-        TypeError: the optimizer is a ZeRO optimizer. Its parts can be restored only from a Paceline checkpoint.
-    """
+    """Returns this rank's part of a `state_dict` from the optimizer of the whole model."""
     if isinstance(optimizer, PartitionedOptimizer):
         raise TypeError(
             f"{name!r} is a {type(optimizer).__name__} of a divided model, into which only a checkpoint that "

@@ -53,9 +53,8 @@ class _ReplicationReport:
 
     Attributes:
         root: the path of the checkpoint directory on this rank.
-        location: the cache of this rank's launcher, or None if it cannot be reached.
+        location: the cache of this rank's launcher, or None if it cannot be reached, for the reason `why`.
         whole: the sequence number and token of the newest checkpoint that, according to this rank, all caches have.
-        why: the reason why `location` is None.
     """
 
     root: str
@@ -87,11 +86,7 @@ class PeerCopies:
     def sender(self, plan: SavePlan, channel: CollectiveChannel) -> Callable[[], None] | None:
         """Returns a function that replicates a checkpoint in a separate thread; every rank must call this.
 
-        Args:
-            plan: the plan for this rank's part. The plan's memory must not change during the replication.
-
-        Returns:
-            The function, or None if a rank cannot reach its launcher.
+        Returns None if a rank cannot reach its launcher. The plan's memory must not change during the replication.
         """
         everyone = [
             msgspec.json.decode(data, type=_ReplicationReport)
@@ -153,17 +148,11 @@ class PeerCopies:
     def restore(
         self, state: TrainingState, channel: CollectiveChannel, newest_on_disk: Callable[[], int]
     ) -> LoadResult | None:
-        """Loads the newest complete replica, unless a newer checkpoint is on disk; every rank must call this.
+        """Loads the newest complete replica; every rank must call this.
 
-        Args:
-            newest_on_disk: a function that returns the sequence number of the newest complete checkpoint on disk. Every
-                rank calls it.
-
-        Returns:
-            The result of loading, or None if the checkpoint must be loaded from disk.
-
-        Raises:
-            CheckpointError: the checkpoint does not match `state`; raised on every rank.
+        Returns None if the checkpoint must be loaded from disk: no replica is complete, or `newest_on_disk`, which
+        every rank
+        calls, returns the sequence number of a newer one.
         """
         self._whole = None
         root = channel.broadcast(self._path.encode()).decode()
@@ -223,7 +212,6 @@ class _CacheReader:
     Args:
         own_inventories: the inventories that this rank fetched, beginning with that of its own host.
         inventories: the inventories of all ranks.
-        closing: the stack that closes the connections.
     """
 
     def __init__(
@@ -240,15 +228,10 @@ class _CacheReader:
         self._clients: dict[str, CacheClient] = {}
 
     def is_on_own_host(self, file: str) -> bool:
-        """Returns True if this host's cache has the file."""
         return self._own_vault in self._found.holders[file]
 
     def opened(self, root: str) -> Checkpoint:
-        """Opens the checkpoint.
-
-        Raises:
-            CheckpointDamagedError: the cache that has the manifest cannot be reached.
-        """
+        """Opens the checkpoint."""
         try:
             manifest = self._client(self._found.describers).manifest(root, self._found.token)
         except _UNREACHABLE as error:

@@ -47,22 +47,14 @@ _OURS = {torchs: name for name, torchs in _TORCHS.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Returns the safetensors name of a dtype.
-
-    Raises:
-        TypeError: a checkpoint cannot hold tensors with this dtype.
-    """
+    """Returns the safetensors name of a dtype; raises TypeError if a checkpoint cannot hold it."""
     if dtype not in _OURS:
         raise TypeError(f"a checkpoint cannot hold tensors of {dtype}; it holds {', '.join(_OURS.values())}")
     return _OURS[dtype]
 
 
 def type_of(name: str) -> torch.dtype:
-    """Returns the dtype with the safetensors name `name`.
-
-    Raises:
-        TypeError: this version of torch does not have the dtype.
-    """
+    """Returns the dtype with a safetensors name; raises TypeError if this version of torch does not have it."""
     if name not in _TORCHS:
         raise TypeError(
             f"the checkpoint has elements of the type {name}, which torch {torch.__version__} does not have"
@@ -92,11 +84,7 @@ Enclosing: TypeAlias = Mapping[int, str]
 
 
 def enclosed(name: str, container: object, enclosing: Enclosing) -> Enclosing:
-    """Returns `enclosing` with the container `name` added, for the members of that container.
-
-    Raises:
-        CircularTreeError: the container contains itself. The message contains its name.
-    """
+    """Returns `enclosing` with the container `name` added, or raises CircularTreeError if it contains itself."""
     outer = enclosing.get(id(container))
     if outer is not None:
         kind = type(container).__name__
@@ -113,15 +101,8 @@ def take_apart(
 ) -> object:
     """Returns `value` with its tensors replaced by references, and adds the tensors to `tensors` by name.
 
-    Args:
-        name: the name of the value.
-        value: a tree of mappings, lists, tuples, tensors and plain values.
-        tensors: the dict that receives the tensors.
-        enclosing: the containers that hold the value.
-
-    Raises:
-        TypeError: the tree contains a tensor with a dtype that a checkpoint cannot hold.
-        CircularTreeError: a container in the tree contains itself.
+    `enclosing` are the containers that hold the value. Raises TypeError for a dtype that a checkpoint cannot hold, and
+    CircularTreeError for a container that contains itself.
     """
     if isinstance(value, torch.Tensor):
         while name in tensors:  # for example, if a dict has the keys 1 and "1"

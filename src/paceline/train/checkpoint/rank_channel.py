@@ -28,12 +28,9 @@ _LAST_WAIT_S = 10.0  # maximum time that rank 0 waits for the other ranks to rea
 
 
 class RankChannel(Protocol):
-    """Exchanges bytes between ranks. All ranks must call the methods in the same order.
+    """Exchanges bytes between ranks, which must all call the methods in the same order.
 
-    Attributes:
-        rank: the number of this rank.
-        size: the number of ranks.
-        me: this rank's name in error messages.
+    Error messages call this rank `me`.
     """
 
     rank: int
@@ -114,11 +111,7 @@ def encode_result(work: Callable[[], bytes], me: str) -> bytes:
 
 
 def decode_result(answer: bytes) -> bytes:
-    """Returns the result of a rank's work.
-
-    Raises:
-        CheckpointDamagedError, CheckpointError: the work failed.
-    """
+    """Returns the result of a rank's work, or raises the error with which it failed."""
     if is_success(answer):
         return answer[1:]
     error = CheckpointDamagedError if answer[:1] == _DAMAGE else CheckpointError
@@ -151,20 +144,12 @@ def _prefixed(me: str, text: str) -> bytes:
 
 
 def results_of_all(work: Callable[[], bytes], channel: CollectiveChannel) -> list[bytes]:
-    """Calls `work` and returns the results of all ranks; every rank must call this.
-
-    Raises:
-        CheckpointDamagedError, CheckpointError: a rank's work failed; raised on every rank.
-    """
+    """Calls `work` and returns the results of all ranks, or raises a rank's error on all; every rank must call this."""
     return [decode_result(answer) for answer in channel.all_gather(encode_result(work, channel.me))]
 
 
 def result_of_first(work: Callable[[], bytes], channel: CollectiveChannel) -> bytes:
-    """Calls `work` on rank 0 and returns its result on every rank; every rank must call this.
-
-    Raises:
-        CheckpointDamagedError, CheckpointError: the work failed; raised on every rank.
-    """
+    """Calls `work` on rank 0 and returns its result or raises its error on every rank; every rank must call this."""
     return decode_result(channel.broadcast(encode_result(work, channel.me) if channel.rank == 0 else b""))
 
 
@@ -175,8 +160,6 @@ class StoreChannel:
     waiting for the timeout.
 
     Args:
-        group: the process group of the ranks.
-        store: the job's store.
         token: a string that is the same on all ranks and different for each channel.
         timeout_s: the maximum time that a rank waits for any other rank, in seconds.
     """
@@ -193,11 +176,7 @@ class StoreChannel:
                 store.set_last_will(self._broadcast, _DIED)
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """Gathers the bytes of all ranks on rank 0; returns an empty list on the other ranks.
-
-        Raises:
-            CheckpointError: a rank has died or timed out.
-        """
+        """Gathers the bytes of all ranks on rank 0; returns an empty list on the other ranks."""
         self._set(self._gathered[self.rank], mine)
         if self.rank > 0:
             return []
@@ -207,11 +186,7 @@ class StoreChannel:
         return everyone
 
     def broadcast(self, data: bytes) -> bytes:
-        """Sends the bytes of rank 0 to all ranks, and returns them. Rank 0 waits until the others have read them.
-
-        Raises:
-            CheckpointError: rank 0 has died or timed out.
-        """
+        """Sends the bytes of rank 0 to all ranks, and returns them. Rank 0 waits until the others have read them."""
         if self.rank > 0:
             received = self._get(self._broadcast, 0)
             with contextlib.suppress(StoreError):

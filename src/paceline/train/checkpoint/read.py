@@ -1,9 +1,9 @@
 """Reads tensor regions from a checkpoint, as requested by the ranks.
 
-A `LoadPlan` collects a rank's requests and the memory for their results. `fill` reads from a disk that all ranks share.
-Regions requested by all ranks are read once and broadcast, and each rank reads its other regions itself. `fetch` reads
-from the disks of several hosts. Each rank reads the files on its own disk, and receives the contents of other files
-from ranks that can read them.
+A `LoadPlan` collects a rank's requests. `fill` reads from a disk that all ranks share: regions requested by all ranks
+are
+read once and broadcast, and each rank reads its other regions itself. `fetch` reads from the disks of several hosts:
+each rank reads the files on its own disk, and receives other files' contents from ranks that can read them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,9 @@ _BROADCAST_AT_ONCE_NBYTES = 256 << 20  # size above which a broadcast is split i
 
 @dataclass(frozen=True)
 class ReadItem:
-    """A request to read a region of a tensor.
+    """A request to read a region of a tensor into `memory`, a contiguous CPU tensor with the saved dtype.
 
-    Attributes:
-        name: the name of the tensor.
-        region: the region of the tensor to read.
-        memory: the destination, a contiguous CPU tensor with the saved dtype.
-        by_all: whether every rank requests the same region. If so, one rank reads it and sends it to the others.
+    If `by_all` is set, every rank requests the same region, so one rank reads it and sends it to the others.
     """
 
     name: str
@@ -122,14 +118,10 @@ class LoadPlan:
         If each rank saved its own tensor, this rank's tensor is read, or rank 0's tensor if this rank saved none.
 
         Args:
-            name: the name of the tensor.
             target: the destination, with any dtype and on any device.
             shape: the shape of the whole tensor, or None for the shape of `target`.
             region: the region, or None for the whole tensor.
             by_all: whether all ranks request the same region. Ignored if each rank saved its own tensor. Default: True.
-
-        Raises:
-            CheckpointError: the tensor in the checkpoint has a different shape, or there is no tensor with this name.
         """
         known = next((full for full in self._candidates(name) if full in self.tensors), None)
         if known is None:
@@ -178,15 +170,10 @@ class LoadPlan:
     def tree(self, name: str, *, by_all: bool = True) -> Callable[[], Any]:
         """Requests the tree with this name; returns a function that returns the tree once it has been read.
 
-        If each rank saved its own tree, this rank's tree is read, or rank 0's tree if this rank saved none. For an
-        object that was saved in parts, such as a module, the tree is a dict like the result of `state_dict`.
-
-        Args:
-            name: the name of the tree.
-            by_all: whether all ranks request the same tree. Ignored if each rank saved its own tree. Default: True.
-
-        Raises:
-            CheckpointError: the checkpoint has nothing with this name.
+        If each rank saved its own tree, this rank's tree is read, or rank 0's tree if this rank saved none; `by_all` is
+        then
+        ignored. For an object that was saved in parts, such as a module, the tree is a dict like the result of
+        `state_dict`.
         """
         known = self.own_name(name)
         by_all = by_all and known == name
@@ -244,12 +231,7 @@ class _OwnedRange:
 
 
 def fill(plan: LoadPlan, channel: CollectiveChannel) -> None:
-    """Reads all requested regions from a disk that all ranks share; every rank must call this.
-
-    Raises:
-        CheckpointError: the ranks' `by_all` requests differ, or a rank could not read a file.
-        CheckpointDamagedError: a file has changed since it was written; raised on every rank.
-    """
+    """Reads all requested regions from a disk that all ranks share; every rank must call this."""
     by_all = [item for item in plan.items if item.by_all and item.memory.numel()]
     own = [item for item in plan.items if not item.by_all and item.memory.numel()]
     if isinstance(channel, SingleRank) or channel.size == 1:
@@ -335,14 +317,9 @@ def _broadcast(ranges: Sequence[_OwnedRange], channel: GroupChannel) -> None:
 
 @dataclass(frozen=True)
 class PieceRequest:
-    """A request for the elements that a region has in common with one piece of a tensor.
+    """A request to rank `server` for the elements that a region has in common with one piece of a tensor.
 
-    Attributes:
-        server: the rank that serves the request.
-        name: the name of the tensor.
-        piece: the index of the piece in the manifest.
-        region: the requested region of the tensor.
-        nbytes: the size of the response in bytes.
+    `piece` is the index of the piece in the manifest, and `nbytes` is the size of the response.
     """
 
     server: int
@@ -356,14 +333,7 @@ def fetch(plan: LoadPlan, holders: Mapping[str, Sequence[int]], channel: Collect
     """Reads all requested regions from the disks of several hosts; every rank must call this.
 
     The ranks first exchange their requests, and then exchange the pieces in rounds. In each round, every rank sends to
-    one rank and receives from one rank.
-
-    Args:
-        holders: for each file, the ranks that can read it.
-
-    Raises:
-        CheckpointError: a rank could not read a file.
-        CheckpointDamagedError: a file has changed since it was written; raised on every rank.
+    one rank and receives from one rank. `holders` contains, for each file, the ranks that can read it.
     """
     items = [item for item in plan.items if item.memory.numel()]
     files_here = {file for file, ranks in holders.items() if channel.rank in ranks}
@@ -413,8 +383,7 @@ def _exchange(
 ) -> bytes | None:
     """Sends the pieces that rank `target` requested, and receives those that this rank requested from rank `source`.
 
-    Returns:
-        The encoded error if this rank could not read a piece, or None.
+    Returns the encoded error if this rank could not read a piece, or None.
     """
     fault: bytes | None = None
     outgoing = _batches([request.nbytes for request in asked])

@@ -38,7 +38,7 @@ class CacheLocation:
 
     Attributes:
         vault: the identity of the cache.
-        host: the identity of the host, which is the same for all ranks on the host.
+        host: the identity of the host.
         address: the address HOST:PORT at which other hosts reach the cache.
     """
 
@@ -75,10 +75,7 @@ class Replication:
 
     Attributes:
         root: the path of the checkpoint directory on rank 0.
-        draft: the checkpoint that is being written.
         keep: the token of the previous complete checkpoint, which caches keep during the replication, or None.
-        pieces: the regions that this rank writes.
-        values: the plain values that this rank contributes.
         addresses: the addresses of the caches to which this rank writes.
         vaults: the addresses at which other hosts reach the caches, by identity.
     """
@@ -97,17 +94,10 @@ def replicate_checkpoint(
 ) -> None:
     """Replicates a checkpoint into caches, and returns when all of them have it; every rank must call this.
 
-    The replication takes two rounds: all ranks first write their parts and then the manifest. Rank 0 broadcasts the
-    outcome of each round even if it could not gather the ranks' results, because the other ranks wait for the
-    broadcast.
-
-    Args:
-        replication: this rank's part and its caches.
-        channels: a channel for each round.
-        dial: a function that connects to the cache at an address.
-
-    Raises:
-        CheckpointError: a rank or a cache failed.
+    The replication takes two rounds, each with its own channel: all ranks first write their parts and then the
+    manifest.
+    Rank 0 broadcasts the outcome of each round even if it could not gather the ranks' results, because the other ranks
+    wait for the broadcast. `dial` connects to the cache at an address.
     """
     first, second = channels
     with ExitStack() as closing:
@@ -194,12 +184,8 @@ class _ReplicaFile:
 class ReplicaSource:
     """A `ReadableStorage` for one checkpoint, whose files are in caches.
 
-    Args:
-        root: the checkpoint directory on disk.
-        token: the checkpoint's token.
-        manifest: the content of the manifest file.
-        files: the sizes of the other files in bytes, by name.
-        client_of: a function that returns a connection to a cache that has the given file.
+    `files` contains the sizes of all files but the manifest in bytes, and `client_of` connects to a cache that has a
+    file.
     """
 
     def __init__(
@@ -267,11 +253,7 @@ class _CachedFile:
         return self._nbytes
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fills a buffer from a byte offset; returns the number of bytes read.
-
-        Raises:
-            FileNotFoundError: the cache cannot be reached or has dropped the file.
-        """
+        """Fills a buffer from an offset; an unreachable cache, or one without the file, is a missing file."""
         done = 0
         try:
             while done < len(buffer):
@@ -293,9 +275,6 @@ class FoundCheckpoint:
     """A complete checkpoint that was found in the caches.
 
     Attributes:
-        token: the checkpoint's token.
-        sequence: the checkpoint's sequence number.
-        step: the training step, or None.
         files: the sizes of the checkpoint's files in bytes, by name.
         holders: for each file, the identities of the caches that have it.
         describers: the identities of the caches that have the manifest.
@@ -312,8 +291,7 @@ class FoundCheckpoint:
 def newest_cached(inventories: Sequence[Inventory]) -> tuple[FoundCheckpoint | None, list[str]]:
     """Returns the newest checkpoint whose files are all in caches, and the reasons why newer ones are incomplete.
 
-    Args:
-        inventories: the inventories of all reachable caches, possibly with duplicates.
+    The inventories are those of all reachable caches, possibly with duplicates.
     """
     vaults = {inventory.vault: inventory for inventory in inventories}
     entries: dict[str, dict[str, CachedCheckpoint]] = {}

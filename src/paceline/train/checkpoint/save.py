@@ -109,11 +109,7 @@ def save(
 
 
 def write(root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel) -> None:
-    """Writes this rank's part and publishes the checkpoint; every rank must call this.
-
-    Raises:
-        CheckpointError: a rank failed; raised on every rank.
-    """
+    """Writes this rank's part and publishes the checkpoint; every rank must call this."""
     _write(root, plan, keep, [channel, channel])
 
 
@@ -123,11 +119,7 @@ def write_later(root: Root, plan: SavePlan, keep: int, channel: CollectiveChanne
 
 
 def staged(root: Root, plan: SavePlan, channel: CollectiveChannel) -> SavePlan:
-    """Returns the plan with copies of the regions that this rank writes; every rank must call this.
-
-    Raises:
-        CheckpointError: a rank has too little memory for its copy; raised on every rank.
-    """
+    """Returns the plan with copies of the regions that this rank writes; every rank must call this."""
     copies: list[LocalRegion] = []
 
     def copy() -> bytes:
@@ -148,8 +140,7 @@ def write_staged(
 ) -> SaveHandle:
     """Starts a thread that writes a staged plan, and returns its handle; every rank must call this.
 
-    Args:
-        beside: a function that another thread runs at the same time, or None. It must not raise an error.
+    Another thread runs `beside`, if given, at the same time. It must not raise an error.
     """
     channels: list[RankChannel] = [channel, channel]
     if isinstance(channel, GroupChannel):
@@ -181,14 +172,7 @@ def outgoing_of(held: LocalRegion) -> WriteItem:
 
 
 def _publish_on_one(root: Root, plan: SavePlan, written: bytes, keep: int, channel: RankChannel) -> None:
-    """Publishes the checkpoint on the disk that all ranks share. Rank 0 does this for all ranks.
-
-    Args:
-        written: the encoded result of writing this rank's part.
-
-    Raises:
-        CheckpointError: a rank failed; raised on every rank.
-    """
+    """Publishes the checkpoint on the disk that all ranks share. Rank 0 does this for all ranks."""
     if channel.rank > 0:
         channel.gather(written)
         decode_result(channel.broadcast(b""))
@@ -217,9 +201,6 @@ def _publish_on_each(
 
     The first rank on each disk publishes the checkpoint there. A checkpoint that becomes visible on only some of the
     disks is incomplete and ignored.
-
-    Raises:
-        CheckpointError: a rank failed; raised on every rank.
     """
     first, second = channels
     is_published = False
@@ -254,8 +235,6 @@ class SaveHandle:
     """A checkpoint that a thread is writing.
 
     Args:
-        work: a function that writes the checkpoint.
-        name: the name of the checkpoint, for error messages.
         beside: a function that another thread runs at the same time, or None. It must not raise an error. `wait` waits
             for both functions.
     """
@@ -304,10 +283,6 @@ class SaveHandle:
             del self._work, self._beside
 
     def _start_beside(self) -> Callable[[], None] | None:
-        """Starts `beside` in a thread and returns a function that waits for it.
-
-        Returns `beside` itself if no thread can be started.
-        """
         if self._beside is None:
             return None
         thread = threading.Thread(target=self._beside, name="paceline-copies")
@@ -330,11 +305,7 @@ class Staging:
         self._copied: list[AcceleratorEvent] = []  # events recorded after the latest copies, one for each device
 
     def copied(self, held: Sequence[LocalRegion]) -> list[LocalRegion]:
-        """Copies regions into this memory, overwriting earlier copies; returns the regions with the copied elements.
-
-        Raises:
-            CheckpointError: there is too little memory for the copies.
-        """
+        """Copies regions into this memory, overwriting earlier copies; returns the regions with the copied elements."""
         starts, total = _laid_out(held)
         for event in self._copied:
             event.wait()
@@ -360,11 +331,7 @@ def _once_passed(events: Sequence[AcceleratorEvent], copy: torch.Tensor) -> torc
 
 
 def _pinned_memory_of(nbytes: int) -> torch.Tensor:
-    """Returns aligned page-locked memory for asynchronous copies, or ordinary memory if none can be locked.
-
-    Raises:
-        CheckpointError: there is too little memory.
-    """
+    """Returns aligned page-locked memory for asynchronous copies, or ordinary memory if none can be locked."""
     try:
         memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:  # the size exceeds the memory that the device's driver can lock
@@ -373,11 +340,7 @@ def _pinned_memory_of(nbytes: int) -> torch.Tensor:
 
 
 def _memory_of(nbytes: int) -> torch.Tensor:
-    """Returns aligned memory, in huge pages if available, because disks accept larger writes from huge pages.
-
-    Raises:
-        CheckpointError: there is too little memory.
-    """
+    """Returns aligned memory, in huge pages if available, because disks accept larger writes from huge pages."""
     try:
         memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -443,11 +406,7 @@ class Background:
         return self._handle
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written, if any.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written, and this error has not been raised yet.
-        """
+        """Waits for the checkpoint that is being written, if any, and raises its error if that was not raised yet."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()

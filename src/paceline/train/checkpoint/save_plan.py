@@ -40,13 +40,9 @@ from paceline.train.module_tensors import memory_of
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The part of a checkpoint that this rank writes.
+    """The part of a checkpoint that this rank writes: tensor regions and plain values.
 
-    Attributes:
-        draft: the checkpoint that is being written.
-        held: the tensor regions that this rank writes.
-        values: the plain values that this rank contributes.
-        disks: the disks of the hosts, or None if all ranks share one. Default: None.
+    `disks` is None if all ranks share one disk.
     """
 
     draft: Draft
@@ -88,14 +84,10 @@ def plan_save(
 ) -> SavePlan:
     """Returns this rank's plan and begins the checkpoint; every rank must call this.
 
-    Args:
-        disks: the disks of the hosts, or None if all ranks share one. Default: None.
-        least_sequence: the smallest sequence number that the checkpoint may have. If all ranks share one disk, rank 0's
-            value is used; otherwise, the largest value on any rank is used. Default: 0.
-
-    Raises:
-        CheckpointError: a rank's state cannot be saved, the ranks' tensors differ, or there is too little space; raised
-            on every rank.
+    `least_sequence` is the smallest sequence number that the checkpoint may have. If all ranks share one disk, rank 0's
+    value is used; otherwise, the largest value on any rank is used. If a rank's state cannot be saved, the ranks'
+    tensors
+    differ, or there is too little space, CheckpointError is raised on every rank.
     """
     captured = CapturedState()
     digests: dict[str, str] = {}
@@ -148,16 +140,11 @@ def plan_save(
 
 
 def agreed_numberings(state: TrainingState, channel: CollectiveChannel) -> dict[str, Numbering]:
-    """Returns the numberings of the pipeline optimizers, by name; every rank must call this.
-
-    Raises:
-        CheckpointError: the ranks' optimizers or parameter groups differ; raised on every rank.
-    """
+    """Returns the numberings of the pipeline optimizers, by name; every rank must call this."""
     return agreed(results_of_all(lambda: outline_of(entries(state)), channel))
 
 
 def _begin_on_one(root: Root, step: int | None, nbytes: int, channel: CollectiveChannel, least_sequence: int) -> Draft:
-    """Begins a checkpoint on the disk that all ranks share. Rank 0 creates the draft and broadcasts it."""
     return Draft.from_bytes(
         result_of_first(lambda: root.begin(step, nbytes=nbytes, least_sequence=least_sequence).to_bytes(), channel)
     )
@@ -167,9 +154,6 @@ def _digests_of(captured: CapturedState, *, has_others: bool) -> dict[str, str]:
     """Returns the digests of everything that may differ between ranks, by name.
 
     Each tensor is hashed on its device. If there are no other ranks, tensors are not hashed.
-
-    Raises:
-        TypeError: a value cannot be saved.
     """
     on_devices = DeviceDigests()
     of_tensors: dict[str, dict[str, int]] = {}
@@ -238,11 +222,8 @@ def _require_all_layers(reports: Sequence[RankReport]) -> None:
 def _settle_replicas(captured: CapturedState, digests: Sequence[Mapping[str, str]], channel: CollectiveChannel) -> None:
     """Decides for each module or optimizer whether to save one state for all ranks or a separate state for each rank.
 
-    Rank 0 warns if the states differ.
-
-    Args:
-        captured: this rank's captured state, to which the states of its modules and optimizers are added.
-        digests: the digests of each rank's modules and optimizers, by name.
+    The states are added to `captured`, and rank 0 warns if they differ. `digests` contains each rank's digests, by
+    name.
     """
     differing = []
     for name, replica in captured.replicas.items():
@@ -261,12 +242,7 @@ def _settle_replicas(captured: CapturedState, digests: Sequence[Mapping[str, str
 
 
 def _settle_objects(captured: CapturedState, digests: Sequence[Mapping[str, str]], rank: int) -> None:
-    """Decides for each object whether to save one state for all ranks or a separate state for each rank.
-
-    Args:
-        captured: this rank's captured state, to which the objects' values and tensors are added.
-        digests: the digests of each rank's objects, by name.
-    """
+    """Decides for each object whether to save one state for all ranks or a separate state for each rank."""
     for name, known in captured.objects.items():
         having = [other for other, its in enumerate(digests) if name in its]
         is_alike = len({digests[other][name] for other in having}) == 1
@@ -305,16 +281,9 @@ def assign_bytes(
 ) -> list[list[ByteRange]]:
     """Assigns each byte of the items to exactly one rank, such that all ranks have about the same total.
 
-    Each rank computes the same assignment from the same numbers, without communication. The items are concatenated.
-    Cuts are made between items, or at multiples of `alignment` within an item.
-
-    Args:
-        sizes: the size of each item, in bytes.
-        loads: the number of bytes that each rank already has.
-        alignment: the granularity of cuts, in bytes.
-
-    Returns:
-        The ranges of each rank. Each empty item is also assigned to one rank.
+    Each rank computes the same assignment from the same numbers, without communication. The items are concatenated, and
+    are cut between items, or at multiples of `alignment` bytes within an item. Each empty item is also assigned to one
+    rank. `sizes` and `loads`, which contains what each rank already has, are in bytes.
 
     >>> assign_bytes([4, 8], [0, 0], alignment=2)  # doctest: +NORMALIZE_WHITESPACE
     [[ByteRange(item=0, start=0, stop=4), ByteRange(item=1, start=0, stop=2)],
@@ -370,16 +339,7 @@ def _quotas(total: int, loads: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Offer:
-    """A region of a tensor that a rank has and other ranks may also have.
-
-    Attributes:
-        name: the name of the tensor.
-        dtype: the safetensors name of the tensor's dtype.
-        shape: the shape of the whole tensor.
-        region: the location of the elements in the whole tensor.
-        nbytes: the size of the region in bytes.
-        of_first: whether the elements may differ between ranks. If so, those on the first rank are written.
-    """
+    """A region of a tensor that a rank has and other ranks may also have; see `OfferedRegion`."""
 
     name: str
     dtype: str
@@ -394,18 +354,12 @@ def assign_offers(
 ) -> list[list[ByteRange]]:
     """Assigns the bytes of offered regions to the ranks that offer them.
 
-    Regions that few ranks have are assigned first, so that regions that many ranks have can balance the loads.
-
-    Args:
-        offers: the offers of each rank.
-        loads: the number of other bytes that each rank must write.
-        alignment: the granularity of cuts, in bytes.
+    Regions that few ranks have are assigned first, so that regions that many ranks have can balance the loads, which
+    are
+    the bytes that each rank must write in any case.
 
     Returns:
         For each rank, the ranges that it writes; `item` is the index of an offer in the rank's list.
-
-    Raises:
-        CheckpointError: the ranks' regions of a tensor do not cover it exactly.
     """
     _require_fit(offers)
     holders: dict[tuple[str, Region], list[tuple[int, int]]] = {}

@@ -1,9 +1,9 @@
 """ShardLayout: the region of an undivided parameter that a rank holds.
 
 `parallelize_module` narrows a parameter in one dimension, and ZeRO cuts the result into runs of elements in memory
-order. A `ShardLayout` describes the combination of both, and `local_regions` returns the elements as `LocalRegion`s. A
-layout is computed once for each parameter (`ParameterLayouts`) or optimizer shard, and passed on. It is not stored on
-the parameter, because the parameter may be moved or divided differently later.
+order. A `ShardLayout` describes the combination of both. It is computed once for each parameter (`ParameterLayouts`) or
+optimizer shard, and passed on. It is not stored on the parameter, because the parameter may be moved or divided
+differently later.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ class LocalRegion:
     """A region of a tensor in this rank's memory.
 
     Attributes:
-        name: the name of the tensor.
         dtype: the safetensors name of the tensor's dtype.
         shape: the shape of the whole tensor.
-        region: the location of the elements in the whole tensor.
         nbytes: the size of the region in bytes.
         elements: a function that returns the elements, contiguous and in row-major order. No copy is made before it is
             called.
@@ -93,12 +91,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
-    """Checks that a checkpoint can hold a tensor.
-
-    Raises:
-        TypeError: the tensor is sparse or quantized, has no values or an unsupported dtype, or is distributed by
-            another library.
-    """
+    """Raises TypeError if a checkpoint cannot hold a tensor, for example because it is sparse."""
     if tensor.is_meta:
         raise TypeError(f"{name!r} is on the meta device and has no values; initialize it, or leave it out")
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -121,11 +114,7 @@ class LoadTargets:
         self._read_only: list[tuple[int, int]] | None = None  # address ranges, read for the first tensor on the CPU
 
     def require(self, name: str, tensor: torch.Tensor) -> None:
-        """Checks that values can be copied into a tensor.
-
-        Raises:
-            CheckpointError: the tensor has no memory for each of its elements, or not one that can be written to.
-        """
+        """Raises CheckpointError if values cannot be copied into a tensor."""
         fault = self._fault_of(tensor)
         if fault is not None:
             raise CheckpointError(f"{name!r} cannot be loaded: here, it is {fault}")
@@ -193,9 +182,6 @@ class RunPart:
     """The elements `start` to `stop` of a run, which form one region of the undivided parameter.
 
     Attributes:
-        start: the index of the first element in the run.
-        stop: the index after the last element.
-        region: the region of the parameter.
         in_memory: the shape of the elements in memory order.
         order: for each dimension of the parameter, the corresponding dimension of `in_memory`.
     """
@@ -224,13 +210,9 @@ def parts_of_run(
 ) -> list[RunPart]:
     """Returns the regions formed by elements `start` to `stop` (in memory order) of a tensor without gaps.
 
-    Args:
-        shape: the shape of the tensor.
-        strides: the strides of the tensor, in elements.
-        start: the index of the first element in memory order.
-        stop: the index after the last element.
-        begin: the offset of the tensor within a larger tensor, or None. If given, regions of the larger tensor are
-            returned. Default: None.
+    The strides are in elements. If `begin` is the offset of the tensor within a larger tensor, regions of the larger
+    tensor
+    are returned.
 
     >>> [part.region for part in parts_of_run([2, 3], [3, 1], 1, 5)]
     [Flat(start=1, stop=5)]
@@ -309,9 +291,8 @@ class ShardLayout:
     def local_regions(self, name: str, elements: torch.Tensor) -> list[LocalRegion]:
         """Returns the regions of the undivided tensor `name` whose elements this rank holds.
 
-        Args:
-            name: the name of the parameter, or of an optimizer tensor with one value for each element.
-            elements: this rank's elements, of shape `local_shape`.
+        The tensor is the parameter, or an optimizer tensor with one value for each element. `elements` has shape
+        `local_shape`.
         """
         dtype, elements = name_of(elements.dtype), elements.detach()
         if self.region is not None:
@@ -329,11 +310,7 @@ class ShardLayout:
         ]
 
     def part_of_saved(self, undivided: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns this rank's slice of an undivided tensor.
-
-        Raises:
-            CheckpointError: the tensor's shape differs from that of the undivided parameter.
-        """
+        """Returns this rank's slice of an undivided tensor."""
         cut = self.weight_slice
         if cut is None:
             return undivided
@@ -347,9 +324,7 @@ class ShardLayout:
     def applies_to(self, tensor: torch.Tensor, name: str) -> bool:
         """Returns True if a tensor in the parameter's optimizer state is divided in the same way as the parameter.
 
-        Raises:
-            TypeError: the parameter is divided, and the tensor has neither the parameter's local shape nor a single
-                element.
+        Raises TypeError if the parameter is divided, and the tensor has neither its local shape nor a single element.
         """
         if not self.is_divided or tensor.shape == self.local_shape:
             return self.is_divided
@@ -397,11 +372,7 @@ def parameters_of(value: nn.Module | Optimizer) -> list[torch.Tensor]:
 
 
 def require_fit(name: str, module: nn.Module | None, value: object) -> None:
-    """Checks that a model, or the model of an optimizer, can be assembled from the ranks' parts.
-
-    Raises:
-        TypeError: the model cannot be assembled. The message contains the reason.
-    """
+    """Raises TypeError if a model, or the model of an optimizer, cannot be assembled from the ranks' parts."""
     if isinstance(value, SharedModelOptimizer) and is_divided(value):
         raise TypeError(
             f"{name!r} is a SharedModelOptimizer of a model that parallelize_module or Pipeline divided; it keeps one "
@@ -420,11 +391,7 @@ def require_fit(name: str, module: nn.Module | None, value: object) -> None:
 
 
 def require_undivided(name: str, module: nn.Module | None, value: object) -> None:
-    """Checks that a model or an optimizer in an elastic job is not divided among ranks.
-
-    Raises:
-        TypeError: the model or optimizer is divided.
-    """
+    """Raises TypeError if a model or an optimizer in an elastic job is divided among ranks."""
     holder = module if module is not None else value
     if isinstance(holder, (nn.Module, Optimizer)) and is_divided(holder):
         raise TypeError(

@@ -1,8 +1,4 @@
-"""StateRestorer: restores the objects of a training loop from a `LoadPlan` or a checkpoint from another library.
-
-`StateRestorer` requests all data for the objects from the plan, and registers finalizers that load the results into the
-objects. `load_foreign` needs no plan, because every rank reads the entire foreign checkpoint itself.
-"""
+"""StateRestorer: restores the objects of a training loop from a `LoadPlan` or a checkpoint from another library."""
 
 from __future__ import annotations
 
@@ -54,11 +50,8 @@ Later = Callable[[], Any]
 class StateRestorer:
     """Requests the data for the objects in a state, and restores the objects once the data has been read.
 
-    Args:
-        plan: the plan to which the requests are added.
-        strict: whether the checkpoint must contain everything in the state, with the same parameter names in modules.
-        contexts: the stack of contexts that stay open while parameters are written.
-        numberings: the numberings of the pipeline optimizers, by name.
+    If `strict` is set, the checkpoint must contain everything in the state, with the same parameter names in modules.
+    `contexts` are the contexts that stay open while parameters are written.
     """
 
     def __init__(self, plan: LoadPlan, strict: bool, contexts: ExitStack, numberings: Mapping[str, Numbering]) -> None:
@@ -68,11 +61,7 @@ class StateRestorer:
         self._where = plan.checkpoint.describe()
 
     def request(self, state: TrainingState, name: str = "") -> None:
-        """Requests everything in `state`. When the plan finishes, the plain values in `state` are replaced.
-
-        Raises:
-            CheckpointError: an object is not in the checkpoint, or has a different shape there.
-        """
+        """Requests everything in `state`. When the plan finishes, the plain values in `state` are replaced."""
         for key, value in state.items():
             inner = join(name, key)
             if isinstance(value, ElasticState):
@@ -148,11 +137,7 @@ class StateRestorer:
                 self._request_extra_state(full, key, module, by_all)
 
     def _saved_keys(self, name: str, own: Set[str]) -> dict[str, str]:
-        """Maps a module's own keys to its saved keys. The keys differ if a compiled module was saved.
-
-        Raises:
-            CheckpointError: the module has different keys, and `strict` is true.
-        """
+        """Maps a module's own keys to its saved keys. The keys differ if a compiled module was saved."""
         below = {unescaped(_first_part(rest)) for rest in self._plan.names_below(name)}
         find = key_finder(own)
         saved = {find(key): key for key in below}
@@ -193,23 +178,13 @@ def _first_part(name: str) -> str:
 
 
 class OptimizerRestorer:
-    """Requests the state of optimizers, and loads it once it has been read.
-
-    Args:
-        plan: the plan to which the requests are added.
-        numberings: the numberings of the pipeline optimizers, by name.
-        layouts: the layouts of the parameters in the state.
-    """
+    """Requests the state of optimizers, and loads it once it has been read."""
 
     def __init__(self, plan: LoadPlan, numberings: Mapping[str, Numbering], layouts: ParameterLayouts) -> None:
         self._plan, self._numberings, self._layouts = plan, numberings, layouts
 
     def request(self, name: str, optimizer: Optimizer) -> None:
-        """Requests the state of an optimizer.
-
-        Raises:
-            CheckpointError: the checkpoint has no optimizer with this name.
-        """
+        """Requests the state of an optimizer."""
         saved_name = self._plan.own_name(name)
         if not self._plan.has(join(saved_name, "param_groups")):
             raise CheckpointError(
@@ -302,8 +277,6 @@ class OptimizerRestorer:
 
 
 def _fill_later(plan: LoadPlan, part: RunPart, run: torch.Tensor, read: torch.Tensor) -> None:
-    """Adds a finalizer that copies the elements of a part into a run."""
-
     def fill() -> None:
         with torch.no_grad():
             part.fill(run, read)
@@ -326,17 +299,9 @@ def load_foreign(
 ) -> None:
     """Loads a foreign checkpoint into `state`; every rank must call this.
 
-    If the checkpoint is itself the `state_dict` of a model, it is loaded into the only module in `state`. If a model is
-    divided among ranks, each rank loads its part.
-
-    Args:
-        state: the objects, by the names under which they were saved.
-        foreign: the checkpoint from another library.
-        numberings: the numberings of the pipeline optimizers, by name.
-        strict: the `strict` argument to `paceline.load`.
-
-    Raises:
-        CheckpointError: an object in `state` is not in the checkpoint, or does not match it.
+    If the checkpoint is itself the `state_dict` of a model, it is loaded into the only module in `state`. Every rank
+    reads
+    the entire checkpoint, and loads its part of a divided model.
     """
     tree = state_of(foreign)
     modules = [name for name, value in state.items() if module_of(value) is not None]
@@ -445,11 +410,7 @@ def _renamed(found: Mapping[str, Any], to: Callable[[str], str]) -> Mapping[str,
 
 
 def _own_part(module: nn.Module, found: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-    """Returns this rank's part of the `state_dict` of an undivided model, keyed by this rank's names.
-
-    Raises:
-        CheckpointError: the `state_dict` belongs to another model.
-    """
+    """Returns this rank's part of the `state_dict` of an undivided model, keyed by this rank's names."""
     own: dict[str, Any] = module.state_dict(keep_vars=True)
     names = {key: key_in_whole(module, key) for key in own}
     expected = keys_in_whole(module)

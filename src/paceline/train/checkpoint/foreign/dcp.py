@@ -91,10 +91,7 @@ class DcpChunk:
 
     Attributes:
         offset: the offset of the block in the tensor.
-        shape: the shape of the block.
-        file: the name of the file.
         start: the offset of the chunk's first byte in the file, in bytes.
-        nbytes: the number of bytes that the chunk occupies in the file.
         transforms: the names of the transformations that DCP has applied to the bytes.
     """
 
@@ -117,15 +114,11 @@ class Item:
 
 
 def read_metadata(data: bytes, where: str) -> dict[str, Item]:
-    """Returns the items in a directory written by torch.distributed.checkpoint, by name.
+    """Returns the items in a directory, by name, given the content of its `.metadata` file and the file's name.
 
-    Args:
-        data: the content of the directory's `.metadata` file.
-        where: the name of the `.metadata` file, for error messages.
-
-    Raises:
-        CheckpointError: the pickle uses operations that metadata does not need, or does not describe a checkpoint.
-        CheckpointDamagedError: the pickle cannot be read.
+    Raises CheckpointError if the pickle uses operations that metadata does not need, or does not describe a checkpoint,
+    and
+    CheckpointDamagedError if it cannot be read.
     """
     try:
         metadata = unpickle(data, _known, _key_of)
@@ -144,10 +137,8 @@ def read_metadata(data: bytes, where: str) -> dict[str, Item]:
 class _Reader:
     """Checks the records in the metadata, and converts them to items.
 
-    Args:
-        metadata: the record that contains all metadata.
-        most_blocks: the maximum number of blocks; metadata with more blocks is rejected. Each block in valid metadata
-            takes at least a byte, but malicious metadata could share one long list of blocks among many tensors.
+    Metadata with more than `most_blocks` blocks is rejected. Each block in valid metadata takes at least a byte, but
+    malicious metadata could share one long list of blocks among many tensors.
     """
 
     def __init__(self, metadata: PickledRecord, most_blocks: int) -> None:
@@ -278,12 +269,6 @@ class DcpDirectory:
     kind = "a torch.distributed.checkpoint directory"
 
     def __init__(self, path: Path) -> None:
-        """Reads the directory's metadata and its objects.
-
-        Raises:
-            CheckpointError: the directory contains compressed data, or pickles that would have to be trusted.
-            CheckpointDamagedError: a file is missing or truncated.
-        """
         self.path = str(path)
         self._items = {
             escaped(name): item
@@ -362,11 +347,7 @@ class DcpDirectory:
             raise CheckpointDamagedError(f"{self.path}/{chunk.file} has no readable {name}: {error}") from error
 
     def _inside(self, file: str) -> Path:
-        """Returns the path of a file listed in the metadata. The path must be inside the directory.
-
-        Raises:
-            CheckpointError: the path is outside the directory.
-        """
+        """Returns the path of a file listed in the metadata. The path must be inside the directory."""
         top = Path(self.path).resolve()
         path = (top / file).resolve()
         if not path.is_relative_to(top):

@@ -58,10 +58,8 @@ def state_of(foreign: ForeignCheckpoint) -> object:
 def open_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint | None:
     """Opens a checkpoint from another library; returns None for a directory that is not such a checkpoint.
 
-    Raises:
-        CheckpointError: the format is unknown, the file is damaged, or it contains a pickle that would have to be
-            trusted.
-        FileNotFoundError: the path does not exist.
+    Raises CheckpointError if the format is unknown, the file is damaged, or it contains a pickle that would have to be
+    trusted.
     """
     where = Path(path)
     if where.is_dir():
@@ -90,11 +88,6 @@ class SafetensorsFile:
     kind = "a safetensors file"
 
     def __init__(self, path: Path) -> None:
-        """Reads the file's header.
-
-        Raises:
-            CheckpointDamagedError: the file is truncated, or its header cannot be read.
-        """
         self.path = str(path)
         self._stored = {escaped(stored.key): stored for stored in _tensors_of(path)}
         self.tree = {stored.key: TensorRef(name) for name, stored in self._stored.items()}
@@ -142,12 +135,6 @@ class TorchFile:
     kind = "a torch.save file"
 
     def __init__(self, path: Path) -> None:
-        """Reads the file's structure.
-
-        Raises:
-            CheckpointError: the file contains objects other than tensors and plain values.
-            CheckpointDamagedError: the file is truncated.
-        """
         self.path = str(path)
         self._tensors: dict[str, torch.Tensor] = {}
         try:

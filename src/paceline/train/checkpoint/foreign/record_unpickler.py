@@ -81,7 +81,6 @@ def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callab
     """Returns the content of a pickle (protocol 2 or later), with records in place of objects.
 
     Args:
-        data: the pickle.
         known: a function that maps the name of a callable to the factory that is called instead, such as
             `PickledRecord`, or to None to reject the name.
         key_of: a function that converts a record used as a key to a scalar or a flat tuple of scalars.
@@ -338,13 +337,7 @@ class PickledTable(dict[object, object]):
 
 
 class PickledStorage(PickledRecord):
-    """A reference to the memory of a tensor.
-
-    Attributes:
-        key: the name of the record that contains the memory.
-        nbytes: the size of the memory in bytes.
-        itemsize: the size of an element in bytes.
-    """
+    """A reference to the memory of a tensor, which is in the record `key`."""
 
     def __init__(self, key: str, count: int, itemsize: int) -> None:
         super().__init__(Global("", "storage"), ())
@@ -362,12 +355,11 @@ def reason_of(error: Exception) -> str:
 def require_sound_torch_file(file: BinaryIO, path: str) -> bool:
     """Checks a file written by torch.save without creating any of its objects.
 
-    Returns:
-        True if the file is a zip file, or False if it is in the format used before torch 1.6.
-
-    Raises:
-        CheckpointDamagedError: the file is truncated or inconsistent.
-        CheckpointError: the file contains something that does not occur in states, such as a nested tensor.
+    Returns False if the file is in the format used before torch 1.6, which is not a zip file. Raises
+    CheckpointDamagedError
+    if the file is truncated or inconsistent, and CheckpointError if it contains something that does not occur in
+    states,
+    such as a nested tensor.
     """
     try:
         is_zip = file.read(2) == b"PK"
@@ -430,11 +422,7 @@ def _sizes_of_records(path: str, archive: zipfile.ZipFile, file: BinaryIO) -> di
 
 
 def _storages_in(file: BinaryIO, nbytes: int) -> dict[str, int]:
-    """Returns the sizes in bytes of the storages to which a pickle from torch.save refers, by key.
-
-    Raises:
-        UnneededPickleError, ValueError: as for `unpickle`.
-    """
+    """Returns the sizes in bytes of the storages to which a pickle from torch.save refers, by key."""
     interpreter = _TorchInterpreter(file, nbytes)
     whole = interpreter.run()
     if (count := _expanded(whole)) > max(_MOST_VALUES, nbytes):
@@ -443,11 +431,7 @@ def _storages_in(file: BinaryIO, nbytes: int) -> dict[str, int]:
 
 
 def _expanded(whole: object) -> int:
-    """Returns the number of values in a tree; a value that occurs several times is counted each time.
-
-    Raises:
-        ValueError: a container contains itself.
-    """
+    """Returns the number of values in a tree; a value that occurs several times is counted each time."""
     counts: dict[int, int | None] = {}  # by identity; None while the members are being counted
     stack: list[tuple[object, list[object] | None]] = [(whole, None)]
     while stack:

@@ -1,7 +1,6 @@
 """Checkpoint: reads any region of any tensor in a checkpoint, and verifies the digests.
 
-`export` writes tensors from a checkpoint as one safetensors file. `open_checkpoint` (`root.py`) opens the newest
-checkpoint in a directory.
+`export` writes tensors from a checkpoint as one safetensors file.
 """
 
 from __future__ import annotations
@@ -41,19 +40,10 @@ Progress: TypeAlias = Callable[[int, int], None]
 class Checkpoint:
     """An open checkpoint, which is protected from removal until it is closed.
 
-    Attributes:
-        manifest: the checkpoint's manifest.
-        name: the name of the checkpoint's directory.
-        nbytes_read: the number of bytes read so far.
+    The name "" denotes the storage itself. `nbytes_read` is the number of bytes read so far.
     """
 
     def __init__(self, storage: ReadableStorage, name: str) -> None:
-        """Opens a checkpoint in a storage. The name "" denotes the storage itself.
-
-        Raises:
-            CheckpointDamagedError: the checkpoint has no complete manifest.
-            CheckpointError: the manifest has an unsupported version, or cannot be read.
-        """
         self.name = name
         self.nbytes_read = 0
         self._storage = storage
@@ -87,11 +77,7 @@ class Checkpoint:
         return self._storage.describe(self._path(file))
 
     def entry(self, name: str) -> TensorEntry:
-        """Returns the entry of a tensor.
-
-        Raises:
-            KeyError: the checkpoint has no tensor with this name.
-        """
+        """Returns the entry of a tensor; raises KeyError if the checkpoint does not have it."""
         if (entry := self.manifest.tensors.get(name)) is None:
             raise KeyError(f"{self.describe()} has no tensor {name}")
         return entry
@@ -114,16 +100,13 @@ class Checkpoint:
         """Fills a buffer with a region of a tensor. Reads only the blocks that contain elements of the region.
 
         Args:
-            name: the name of the tensor.
             region: the region, or None for the whole tensor.
             buffer: the destination, which must be writable, contiguous and as large as the region.
-            files: the files to read, or None for all files. Elements in other files are skipped. Default: None.
+            files: the files to read, or None for all files. Elements in other files are skipped.
 
         Raises:
             CheckpointDamagedError: a file is missing, truncated or changed.
             CheckpointError: a file cannot be read.
-            KeyError: the checkpoint has no tensor with this name.
-            ValueError: the buffer and the region differ in size.
         """
         entry = self.entry(name)
         wanted = whole(entry.shape) if region is None else region
@@ -158,9 +141,7 @@ class Checkpoint:
     def verify(self, progress: Progress | None = None) -> list[str]:
         """Reads all files in this directory; returns all faults, each with its file and tensor.
 
-        Args:
-            progress: an optional function that is called after each tensor with the number of bytes read and the total
-                number of bytes. Default: None.
+        After each tensor, `progress` is called with the number of bytes read and the total number of bytes.
         """
         files = self.manifest.files_here()
         unfit = {name: fault for name in files if (fault := self._fault_of_file(name)) is not None}
@@ -283,15 +264,9 @@ def export(
 ) -> int:
     """Writes tensors to a safetensors file, which becomes visible when complete and durable; returns its size in bytes.
 
-    Args:
-        names: the tensors to export, as a mapping from their names in the checkpoint to their names in the file.
-        target: the path of the file. An existing file is replaced.
-        progress: an optional function that is called with the number of bytes written and the total size of the tensors
-            in bytes. Default: None.
-
-    Raises:
-        CheckpointDamagedError: a file in the checkpoint is missing, truncated or changed.
-        CheckpointError: the file could not be written.
+    `names` maps the tensors' names in the checkpoint to their names in the file. An existing file at `target` is
+    replaced.
+    `progress` is called with the number of bytes written and the total size of the tensors in bytes.
     """
     path = Path(target)
     storage = LocalStorage(path.parent)

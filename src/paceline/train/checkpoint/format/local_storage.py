@@ -66,10 +66,8 @@ class LocalStorage:
             return []
 
     def size(self, name: str) -> int | None:
-        """Returns the size of a file in bytes, or None if it does not exist.
-
-        Raises:
-            CheckpointDamagedError: the path is a link, a pipe, or anything else that is not a regular file.
+        """Returns the size of a file in bytes, or None if it does not exist; a link or a pipe raises
+        CheckpointDamagedError.
         """
         try:
             return status_of(self.path / name).st_size
@@ -281,12 +279,7 @@ class DirectWriter:
 
     Direct writes must begin at multiples of 4 KiB in the file and in memory. Views with this alignment, such as those
     from `Staging`, whose layout matches the file, are written without another copy. All other data is collected in a
-    buffer.
-
-    Args:
-        disk: the operations of the file system.
-        descriptor: the descriptor of the file.
-        is_wanted: whether to use direct writes, which are unnecessary for small files. Default: True.
+    buffer. Direct writes are unnecessary for small files (`is_wanted`).
     """
 
     def __init__(self, disk: Disk, descriptor: int, *, is_wanted: bool = True) -> None:
@@ -393,16 +386,9 @@ def open_regular(path: str | os.PathLike[str], *, follows: bool = False) -> int:
 
 
 def status_of(path: str | os.PathLike[str], *, follows: bool = False) -> os.stat_result:
-    """Returns the status of a regular file.
+    """Returns the status of a regular file; anything else at the path raises CheckpointDamagedError.
 
-    Args:
-        path: the path of the file.
-        follows: whether the path may be a symbolic link to a regular file, which is permitted for paths given by users.
-            Default: False.
-
-    Raises:
-        CheckpointDamagedError: the path is not a regular file.
-        OSError: the file does not exist, or cannot be reached.
+    If `follows` is set, the path may be a symbolic link to a regular file, which is permitted for paths given by users.
     """
     return _require_regular(path, os.stat(path, follow_symlinks=follows))
 

@@ -79,9 +79,7 @@ def draft_of(
     """Returns the draft for a new checkpoint.
 
     Args:
-        step: the training step, or None. If None, the name contains the sequence number instead.
-        sequence: the checkpoint's sequence number.
-        token: a string that is unique to the checkpoint.
+        step: the training step. If None, the name contains the sequence number instead.
         taken: the names that are already in use.
         renames: whether the checkpoint is first written under a different name.
         is_unique: whether to include the token in the name, to make the name unique across hosts.
@@ -100,7 +98,6 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """The location of a tensor region in a file.
 
     Attributes:
-        file: the name of the file in the checkpoint's directory.
         key: the key of the region in the safetensors file.
         at: the offset of the region's first byte in the file, in bytes.
         digests: the digests of the region's blocks.
@@ -215,12 +212,7 @@ class Manifest:
 
 
 def merged(parts: Iterable[RankPart]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    """Merges the files and tensors of all ranks.
-
-    Raises:
-        CheckpointError: the dtype or shape of a tensor differs between ranks, or the ranks' pieces do not cover the
-            tensor exactly once.
-    """
+    """Merges the files and tensors of all ranks, whose pieces must cover each tensor exactly once."""
     files: dict[str, FileEntry] = {}
     first: dict[str, tuple[int, TensorEntry]] = {}
     pieces: dict[str, list[Piece]] = {}
@@ -384,11 +376,7 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
 
 
 def manifest_from_bytes(data: bytes, where: str) -> Manifest:
-    """Decodes and checks a manifest encoded by `manifest_to_bytes`.
-
-    Args:
-        data: the contents of the manifest file.
-        where: the name of the file, for error messages.
+    """Decodes and checks a manifest encoded by `manifest_to_bytes`, from the file `where`.
 
     Raises:
         CheckpointDamagedError: the manifest is truncated, changed or inconsistent.
@@ -404,11 +392,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
 
 
 def summary_from_bytes(data: bytes, where: str) -> Summary:
-    """Decodes the members of a manifest that are needed to list checkpoints. Skips the tensors, which may be numerous.
-
-    Raises:
-        CheckpointDamagedError, CheckpointError: as for `manifest_from_bytes`.
-    """
+    """Decodes the members of a manifest that are needed to list checkpoints. Skips the tensors, which may be many."""
     return _sound(_read(data, where, lambda: msgspec.json.decode(data, type=Summary)), where, fault_of_summary)
 
 
@@ -455,17 +439,12 @@ def _lines(members: Mapping[str, object]) -> bytes:
 
 
 def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:
-    """Returns the manifest of a checkpoint.
-
-    Raises:
-        CheckpointDamagedError: the manifest is missing, truncated or changed.
-        CheckpointError: the manifest has an unsupported version, or cannot be read.
-    """
+    """Returns the manifest of a checkpoint; raises the same errors as `manifest_from_bytes`."""
     return manifest_from_bytes(*_text_of(storage, directory))
 
 
 def read_summary(storage: ReadableStorage, directory: str) -> Summary:
-    """Returns the summary of a checkpoint's manifest; raises the same errors as `read_manifest`."""
+    """Returns the summary of a checkpoint's manifest; raises the same errors as `manifest_from_bytes`."""
     return summary_from_bytes(*_text_of(storage, directory))
 
 
@@ -481,15 +460,9 @@ def _text_of(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
 
 
 def read_file(storage: ReadableStorage, name: str, most_nbytes: int, *, end: bytes = b"") -> bytes:
-    """Returns the content of a file that fits into memory.
+    """Returns the content of a file that fits into memory and has at most `most_nbytes` bytes.
 
-    Args:
-        most_nbytes: the maximum size of the file.
-        end: the last bytes of a complete file, which are checked first if the file is large. Default: none.
-
-    Raises:
-        CheckpointDamagedError: the file exceeds `most_nbytes`, does not fit into memory, or is large and does not end
-            with `end`.
+    If the file is large, its last bytes are first compared with `end`, which are those of a complete file.
     """
     file = storage.open(name)
     with contextlib.closing(file):

@@ -34,13 +34,8 @@ _MOST_PENDING = 256
 class WriteItem:
     """A region of a tensor that this rank writes.
 
-    Attributes:
-        name: the name of the tensor.
-        dtype: the safetensors name of the tensor's dtype.
-        shape: the shape of the whole tensor.
-        region: the location of the elements in the whole tensor.
-        data: the region's elements, contiguous and row-major, or a function that returns them. The elements must not
-            change until `write_part` calls the next item's function or returns.
+    The elements in `data`, or those that the function returns, are contiguous and row-major. They must not change until
+    `write_part` calls the next item's function or returns.
     """
 
     name: str
@@ -107,17 +102,11 @@ def write_part(
 ) -> RankPart:
     """Writes a rank's pieces, and returns when they are durable.
 
-    Args:
-        storage: the storage in which the files are created.
-        draft: the checkpoint that is being written.
-        rank: the rank, which determines the file names.
-        pieces: the pieces that the rank writes, possibly none.
-        split_nbytes: the size in bytes above which a new file is begun. Default: 1 GiB.
-        progress: an optional function that is called after each chunk of at most 8 MiB with the number of bytes written
-            and the total number of bytes. It may raise an error to stop the write. Default: None.
-
-    Raises:
-        CheckpointError: a file could not be written, or a piece is invalid.
+    The rank determines the file names, and a new file is begun when one would exceed `split_nbytes`. After each chunk
+    of at
+    most 8 MiB, `progress` is called with the number of bytes written and the total number of bytes. It may raise an
+    error
+    to stop the write.
     """
     for piece in pieces:
         if (fault := fault_of(piece.region, piece.shape)) is not None:

@@ -215,14 +215,9 @@ class RegionCopy(NamedTuple):
 
 
 def copies(shape: tuple[int, ...], held: Region, wanted: Region) -> Iterator[RegionCopy]:
-    """Yields the copies that fill one region from another, with ascending source and target indices.
+    """Yields the copies that fill the region `wanted` from `held`, with ascending source and target indices.
 
     A block can have a run for each row of the tensor, so the copies are computed one at a time.
-
-    Args:
-        shape: the shape of the tensor.
-        held: the region to copy from.
-        wanted: the region to fill.
     """
     held, wanted = simplified(held, shape), simplified(wanted, shape)
     if isinstance(held, Flat) and isinstance(wanted, Flat):
@@ -273,10 +268,7 @@ def _as_blocks(region: Region, shape: tuple[int, ...]) -> list[TensorBlock]:
 class _ElementOrder(NamedTuple):
     """The order of a region's elements in its buffer: the element at index `i` of the tensor is at `first + i·strides`.
 
-    Attributes:
-        first: the position in the buffer of the tensor's first element, which may be outside the region.
-        shape: the extents of the row-major order.
-        strides: the distance between neighbors along each dimension.
+    `first` is the position in the buffer of the tensor's first element, which may be outside the region.
     """
 
     first: int

@@ -70,17 +70,14 @@ class Root:
         """Begins a checkpoint, and removes the files of interrupted saves; returns the draft for all ranks.
 
         Args:
-            step: the training step, which becomes part of the name, or None. Default: None.
-            nbytes: the number of bytes that all ranks will write here, or None if it is unknown. The number is compared
-                with the free space. Default: None.
+            step: the training step, which becomes part of the name, or None.
+            nbytes: the number of bytes that all ranks will write here, which is compared with the free space, or None
+        if it
+                is unknown.
             unique: whether to choose a name that is unique across hosts, for disks that hosts do not share. The first
-                rank on every other host must then call `join`. Default: False.
+                rank on every other host must then call `join`.
             sequence: the sequence number, or None to use the larger of `least_sequence` and this host's
-                `next_sequence`. A given number must be at least the largest `next_sequence` on any host. Default: None.
-            least_sequence: the smallest sequence number that may be chosen if `sequence` is None. Default: 0.
-
-        Raises:
-            CheckpointError: the directory cannot be created, or there is too little free space.
+                `next_sequence`. A given number must be at least the largest `next_sequence` on any host.
         """
         with self._preparing(nbytes):
             draft = draft_of(
@@ -130,12 +127,9 @@ class Root:
         """Makes a checkpoint visible after its parts have been written, and returns when it is durable.
 
         Args:
-            draft: the checkpoint that is being written.
             parts: the results of `write_part` on all ranks.
             values: the plain values, encoded by `values.encode`.
-            world_size: the number of ranks that have written.
-            here: the names of the files in this directory if hosts do not share it, or None for all files. Default:
-                None.
+            here: the names of the files in this directory, or None if it contains all files.
 
         Raises:
             CheckpointError: the parts do not form one state, or the disk failed. Earlier checkpoints are unchanged.
@@ -183,8 +177,7 @@ class Root:
     def newest_whole(self, *, digests: bool = False) -> tuple[Listing | None, list[Listing]]:
         """Returns the newest checkpoint without a fault, and the newer checkpoints with their faults.
 
-        Args:
-            digests: whether to compare the digests of all files, rather than only their sizes. Default: False.
+        If `digests` is set, the digests of all files are compared, rather than only their sizes.
         """
         skipped: list[Listing] = []
         for listing in self.listing():
@@ -272,11 +265,7 @@ def latest_name(storage: Storage) -> str | None:
 
 
 def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
-    """Opens the checkpoint at a path or address, or the newest complete checkpoint if `where` is a root.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint. The message contains the faults of all checkpoints.
-    """
+    """Opens the checkpoint at a path or address, or the newest complete checkpoint if `where` is a root."""
     storage = open_storage(where)
     if storage.size(FILE) is not None:
         return Checkpoint(storage, "")
@@ -299,11 +288,7 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
 def manifest_of(
     draft: Draft, parts: Sequence[RankPart], values: Json, world_size: int, here: Sequence[str] | None
 ) -> Manifest:
-    """Returns the manifest of a checkpoint that consists of these parts.
-
-    Raises:
-        CheckpointError: the parts do not form one state.
-    """
+    """Returns the manifest of a checkpoint that consists of these parts."""
     missing = sorted({*range(world_size)} - {part.rank for part in parts})
     if missing or len(parts) != world_size:
         raise CheckpointError(

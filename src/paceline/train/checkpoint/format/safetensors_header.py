@@ -55,12 +55,7 @@ def header_of(
 ) -> tuple[bytes, list[StoredTensor]]:
     """Returns the header of a file, and the tensors with their offsets.
 
-    Args:
-        tensors: the key, dtype and shape of each tensor, in byte order.
-        metadata: the strings in the header's metadata, by name, or None for the default metadata. Default: None.
-
-    Raises:
-        ValueError: two tensors have the same key.
+    The tensors are given by key, dtype and shape, in byte order. Two tensors with the same key are a ValueError.
     """
     members: dict[str, object] = {_METADATA: metadata or {"format": "pt"}}
     end = 0
@@ -84,8 +79,7 @@ def header_of(
 def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str, str]]:
     """Returns the tensors in a file and its metadata, given its header.
 
-    Raises:
-        ValueError: the header is not a valid safetensors header, or its tensors overlap or have gaps between them.
+    Raises ValueError if the header is not that of a safetensors file, or its tensors overlap or have gaps between them.
     """
     try:
         raw = msgspec.json.decode(header[_LENGTH_NBYTES:], type=dict[str, msgspec.Raw])
@@ -114,8 +108,7 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
 def length_of(beginning: bytes | bytearray) -> int:
     """Returns the length of a file's header in bytes, given the first 8 bytes of the file, which it includes.
 
-    Raises:
-        ValueError: the file is not a safetensors file.
+    Raises ValueError if the file is not a safetensors file.
     """
     length = int.from_bytes(beginning[:_LENGTH_NBYTES], "little")
     if len(beginning) < _LENGTH_NBYTES or length > _LONGEST:

@@ -87,9 +87,8 @@ class WritableStorage(StorageLocation, Protocol):
 class Storage(ReadableStorage, WritableStorage, Protocol):
     """All operations on a root.
 
-    Attributes:
-        renames: whether a checkpoint is made visible by renaming its directory, rather than by writing its manifest
-            last.
+    If `renames` is set, a checkpoint is made visible by renaming its directory, and otherwise by writing its manifest
+    last.
     """
 
     renames: bool
@@ -149,11 +148,7 @@ def storage_error(
 
     Args:
         what: the operation, such as "write", "make" or "read".
-        storage: the storage in which the operation failed.
-        name: the name of the file or directory.
-        error: the OSError raised by the operation.
-        rank: the rank of this process, or None if it is unknown. Default: None.
-        progress: the progress before the error, or "". Default: "".
+        progress: the progress before the error, or "".
     """
     code = error.errno or 0
     reason = os.strerror(code) if code else str(error)
@@ -178,11 +173,7 @@ def _free(storage: StorageLocation) -> int | None:
 
 
 def check_room(storage: StorageLocation, nbytes: int, rank: int | None = None) -> None:
-    """Checks that the storage has `nbytes` bytes of free space, if the free space is known.
-
-    Raises:
-        CheckpointError: there is too little free space.
-    """
+    """Raises CheckpointError if the storage has less than `nbytes` bytes of free space, as far as that is known."""
     free = _free(storage)
     if free is not None and free < nbytes:
         raise CheckpointError(
@@ -227,12 +218,7 @@ class FsspecStorage:
     renames = False
 
     def __init__(self, address: str) -> None:
-        """Opens the file system of an address, with settings that fsspec reads from the environment.
-
-        Raises:
-            CheckpointError: fsspec, or a package that it needs for this kind of address, is not installed; or fsspec
-                rejects the address.
-        """
+        """Opens the file system of an address, with settings that fsspec reads from the environment."""
         try:
             from fsspec.core import url_to_fs
 

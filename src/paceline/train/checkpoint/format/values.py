@@ -89,13 +89,9 @@ class DType:
 def encode(value: object, where: str = "the value") -> Json:
     """Encodes a value as JSON.
 
-    Args:
-        value: None, bool, int, float, str, bytes, complex, `TensorRef`, `DType`, or a list, tuple, set, frozenset or
-            dict of such values.
-        where: the value's name, for error messages.
-
-    Raises:
-        TypeError: the value, or a value within it, has a different type. The message contains the type.
+    The value can be None, bool, int, float, str, bytes, complex, `TensorRef`, `DType`, or a list, tuple, set, frozenset
+    or
+    dict of such values. Any other type is a TypeError that contains the value's name, `where`.
     """
     if value is None or type(value) in (bool, str):
         return value  # type: ignore[return-value]
@@ -134,11 +130,7 @@ _WRITERS: dict[type, Callable[..., Json]] = {
 
 
 def decode(value: Json) -> object:
-    """Decodes a value encoded by `encode`.
-
-    Raises:
-        ValueError: a tag, possibly from a newer version, is unknown or has a member with the wrong type.
-    """
+    """Decodes a value encoded by `encode`; raises ValueError for an unknown tag, or one with an invalid member."""
     if isinstance(value, list):
         return [decode(member) for member in value]
     if not isinstance(value, dict):

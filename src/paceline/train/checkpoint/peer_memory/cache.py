@@ -62,11 +62,7 @@ _SECOND = _CgroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactiv
 
 
 def available_nbytes(root: Path = Path("/")) -> int:
-    """Returns the number of bytes of memory that this process can still use.
-
-    Args:
-        root: the root of the file system, for tests. Default: /.
-    """
+    """Returns the number of bytes of memory that this process can still use. Tests pass another root directory."""
     with open(root / "proc/meminfo") as lines:
         machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     return max(0, min([machine, *_left_by_cgroups(root)]))
@@ -105,8 +101,6 @@ class RefusedError(Exception):
 
 @dataclass
 class _Replica:
-    """The files of one checkpoint."""
-
     begin: BeginCopy
     due: int = 0  # number of bytes that ranks have announced but not written yet
     files: dict[str, int] = field(default_factory=dict)  # the descriptors of complete files, by name
@@ -127,10 +121,9 @@ class _Replica:
 
 
 class CheckpointCache:
-    """The checkpoints in a launcher's memory. Thread-safe.
+    """The checkpoints in a launcher's memory. Thread-safe. Requests that cannot be carried out raise RefusedError.
 
-    Args:
-        available: a function that returns the number of bytes of memory that can still be used.
+    `available` returns the number of bytes of memory that can still be used.
     """
 
     def __init__(self, available: Callable[[], int] = available_nbytes) -> None:
@@ -143,9 +136,6 @@ class CheckpointCache:
 
         Drops all other checkpoints for the same root except `begin.keep`. If memory is short, also drops checkpoints
         for other roots.
-
-        Raises:
-            RefusedError: there is too little memory.
         """
         with self._changing:
             known = self._roots.pop(begin.root, {})
@@ -179,11 +169,7 @@ class CheckpointCache:
                 replica.due = max(0, replica.due - nbytes)
 
     def finish(self, finish: Finish, descriptor: int) -> None:
-        """Adds a complete file, and takes ownership of its memfd.
-
-        Raises:
-            RefusedError: the checkpoint was never begun, is already complete, or has been dropped.
-        """
+        """Adds a complete file, and takes ownership of its memfd."""
         with self._changing:
             replica = self._roots.get(finish.root, {}).get(finish.token)
             if replica is None or replica.commit is not None:
@@ -196,11 +182,7 @@ class CheckpointCache:
             replica.files[finish.file] = descriptor
 
     def commit(self, commit: Commit, manifest: bytes) -> None:
-        """Adds the manifest to a checkpoint that all ranks have written. This completes the checkpoint.
-
-        Raises:
-            RefusedError: the checkpoint has been dropped.
-        """
+        """Adds the manifest to a checkpoint that all ranks have written. This completes the checkpoint."""
         with self._changing:
             replica = self._replica(commit.root, commit.token)
             replica.commit, replica.manifest, replica.due = commit, manifest, 0
@@ -211,20 +193,12 @@ class CheckpointCache:
             return [replica.entry() for replica in self._roots.get(root, {}).values()]
 
     def manifest(self, wanted: GetManifest) -> bytes:
-        """Returns a checkpoint's manifest.
-
-        Raises:
-            RefusedError: the checkpoint has been dropped.
-        """
+        """Returns a checkpoint's manifest."""
         with self._changing:
             return self._replica(wanted.root, wanted.token).manifest
 
     def read(self, wanted: Read) -> bytes:
-        """Returns bytes from a file. Returns fewer bytes than requested only at the end of the file.
-
-        Raises:
-            RefusedError: the cache does not have the file.
-        """
+        """Returns bytes from a file. Returns fewer bytes than requested only at the end of the file."""
         with self._changing:
             files = self._replica(wanted.root, wanted.token).files
             if wanted.file not in files:
@@ -258,11 +232,7 @@ def new_file() -> int:
 class Session:
     """Serves the requests of one worker. Files that the worker has not finished are dropped when it disconnects.
 
-    Args:
-        connection: the connection to the worker.
-        cache: the cache that the requests access.
-        identity: the identity of the cache.
-        listen: a function that returns the address at which other hosts can reach the cache.
+    `identity` is the identity of the cache, and `listen` returns the address at which other hosts can reach it.
     """
 
     def __init__(

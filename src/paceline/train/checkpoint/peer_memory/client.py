@@ -131,16 +131,9 @@ class CacheClient:
 
 
 def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
-    """Connects to a cache.
+    """Connects to the cache at an address, either unix:PATH or HOST:PORT; AuthenticationError means another secret.
 
-    Args:
-        address: the address of the cache, either unix:PATH or HOST:PORT. In a job with one port, PORT is the channel
-            number.
-        timeout_s: the maximum time for connecting, in seconds.
-
-    Raises:
-        OSError: no cache is reachable at the address.
-        AuthenticationError: the server has a different secret.
+    In a job with one port, PORT is the channel number. `timeout_s` limits the time for connecting.
     """
     secret = job_secret()
     try:

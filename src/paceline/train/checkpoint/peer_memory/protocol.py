@@ -65,12 +65,8 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 class Commit(msgspec.Struct, frozen=True, tag=True):
     """Adds the following manifest to a checkpoint that all ranks have written. This completes the checkpoint.
 
-    Attributes:
-        root: the checkpoint directory on disk.
-        token: the checkpoint's token.
-        files: the sizes of all files in the checkpoint, in bytes, by name.
-        vaults: the addresses of all caches that have files of the checkpoint, by identity.
-        nbytes: the size of the manifest in bytes.
+    `files` contains the sizes of all files in the checkpoint, and `vaults` the addresses of all caches that have some
+    of them.
     """
 
     root: str
@@ -90,9 +86,6 @@ class CachedCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint in a cache.
 
     Attributes:
-        token: the checkpoint's token.
-        sequence: the checkpoint's sequence number.
-        step: the training step, or None.
         held: the sizes of the files in this cache, in bytes, by name.
         files: the sizes of all files in the checkpoint, in bytes, by name, or None until it is committed.
         vaults: the addresses of all caches that have files of the checkpoint, by identity.
@@ -162,12 +155,7 @@ def send(connection: Connection, message: Request | Answer, views: Sequence[byte
 
 
 def receive_request(connection: Connection) -> Request | None:
-    """Returns the next request, or None if the worker has closed the connection.
-
-    Raises:
-        ValueError: the message is not a request.
-        OSError: the connection is broken.
-    """
+    """Returns the next request, or None if the worker has closed the connection; ValueError means another message."""
     length = bytearray(_LENGTH.size)
     first = connection.recv_into(memoryview(length))
     if first == 0:
@@ -177,12 +165,7 @@ def receive_request(connection: Connection) -> Request | None:
 
 
 def receive_answer(connection: Connection) -> Answer:
-    """Returns the answer to a request.
-
-    Raises:
-        ValueError: the message is not an answer.
-        OSError: the connection is broken.
-    """
+    """Returns the answer to a request; ValueError means another message."""
     length = bytearray(_LENGTH.size)
     receive_into(connection, memoryview(length))
     return decode_untrusted(_answers.decode, _body(connection, length))
@@ -198,12 +181,7 @@ def _body(connection: Connection, length: bytearray) -> bytearray:
 
 
 def receive_into(connection: Connection, buffer: memoryview) -> None:
-    """Fills a buffer with received bytes.
-
-    Raises:
-        ConnectionError: the other end closed the connection before the buffer was full.
-        OSError: the connection is broken.
-    """
+    """Fills a buffer with received bytes; ConnectionError means that the other end closed the connection before."""
     while buffer:
         count = connection.recv_into(buffer)
         if count == 0:

@@ -32,8 +32,7 @@ _KEEPALIVE = (
 class CacheServer:
     """The cache and the listeners of a launcher. Each generation of workers gets new listeners, but the memory is kept.
 
-    Args:
-        address: the address at which other machines reach this one, or None if there are no other machines.
+    `address` is None if there are no other machines.
     """
 
     def __init__(self, address: str | None) -> None:
