@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-
-import msgspec
 
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.manifest import WRITING, Draft, Manifest, manifest_from_bytes, manifest_to_bytes
 from paceline.train.checkpoint.format.root import Root
-from paceline.train.checkpoint.rank_channel import CollectiveChannel, result_of_first, results_of_all
+from paceline.train.checkpoint.rank_channel import CollectiveChannel, exchanged, result_of_first, results_of_all
 
 
 @dataclass(frozen=True)
@@ -45,30 +43,29 @@ def found_disks(root: Root, channel: CollectiveChannel) -> Disks:
     token = channel.broadcast(secrets.token_hex(4).encode() if channel.rank == 0 else b"").decode()
     names = [f"{WRITING}rank-{token}-{rank}" for rank in range(channel.size)]
 
-    def create() -> bytes:
+    def create() -> None:
         storage.make_directory("")
         with contextlib.closing(storage.create(names[channel.rank])) as file:
             file.commit()
-        return b""
 
-    def look() -> bytes:
+    def first_sharer() -> int:
         found = set(storage.names())
-        return msgspec.json.encode(next(rank for rank, name in enumerate(names) if name in found))
+        return next(rank for rank, name in enumerate(names) if name in found)
 
     try:
         results_of_all(create, channel)
-        firsts = results_of_all(look, channel)
+        firsts = exchanged(first_sharer, int, channel)
     finally:
         with contextlib.suppress(OSError):
             storage.remove(names[channel.rank])
-    return Disks(tuple(map(int, firsts)), channel.rank)
+    return Disks(tuple(firsts), channel.rank)
 
 
 def begin(
     root: Root,
     step: int | None,
     nbytes: Sequence[int],
-    disks: Disks,
+    disks: Disks | None,
     channel: CollectiveChannel,
     least_sequence: int = 0,
 ) -> Draft:
@@ -76,27 +73,22 @@ def begin(
 
     Args:
         nbytes: the number of bytes that each rank will write.
+        disks: the disks of the hosts, or None if all ranks share one.
         least_sequence: the smallest sequence number that the checkpoint may have.
-
-    Raises:
-        CheckpointError: a rank could not begin or join; raised on every rank.
     """
+    if disks is None:
+        return _draft_of_first(lambda: root.begin(step, nbytes=sum(nbytes), least_sequence=least_sequence), channel)
     nbytes_here = sum(nbytes[rank] for rank in disks.sharers(disks.rank))
 
-    def next_sequence() -> bytes:
-        return str(max(least_sequence, root.next_sequence() if disks.is_first else 0)).encode()
+    def next_sequence() -> int:
+        return max(least_sequence, root.next_sequence() if disks.is_first else 0)
 
-    sequence = max(map(int, results_of_all(next_sequence, channel)))
-    draft = Draft.from_bytes(
-        result_of_first(
-            lambda: root.begin(step, nbytes=nbytes_here, unique=True, sequence=sequence).to_bytes(), channel
-        )
-    )
+    sequence = max(exchanged(next_sequence, int, channel))
+    draft = _draft_of_first(lambda: root.begin(step, nbytes=nbytes_here, unique=True, sequence=sequence), channel)
 
-    def join() -> bytes:
+    def join() -> None:
         if disks.is_first and channel.rank > 0:
             root.join(draft, nbytes=nbytes_here)
-        return b""
 
     try:
         results_of_all(join, channel)
@@ -106,10 +98,18 @@ def begin(
     return draft
 
 
+def _draft_of_first(begin: Callable[[], Draft], channel: CollectiveChannel) -> Draft:
+    return Draft.from_bytes(result_of_first(lambda: begin().to_bytes(), channel))
+
+
 def abandon(root: Root, draft: Draft, disks: Disks | None, rank: int) -> None:
     """Removes a failed checkpoint from this rank's disk, if this rank publishes checkpoints there."""
     if rank == 0 if disks is None else disks.is_first:
         root.abandon(draft)
+
+
+_ListedCheckpoint = tuple[int | None, str | None, str, str | None]
+"""The sequence, token, name and fault of a checkpoint on a disk."""
 
 
 @dataclass(frozen=True)
@@ -152,14 +152,11 @@ def newest_spread(
     is complete, CheckpointError is raised on every rank.
     """
 
-    def listed() -> bytes:
+    def listed() -> list[_ListedCheckpoint]:
         own = root.listing() if disks.is_first else []
-        return msgspec.json.encode([(entry.sequence, entry.token, entry.name, entry.fault) for entry in own])
+        return [(entry.sequence, entry.token, entry.name, entry.fault) for entry in own]
 
-    everyone = [
-        msgspec.json.decode(data, type=list[tuple[int | None, str | None, str, str | None]])
-        for data in results_of_all(listed, channel)
-    ]
+    everyone = exchanged(listed, list[_ListedCheckpoint], channel)
     entries = [(rank, *entry) for rank, own in enumerate(everyone) for entry in own]
     skipped = {token or name: fault for _, _, token, name, fault in entries if fault is not None}
     skipped.update(damaged)
@@ -188,13 +185,13 @@ def _spread(
 ) -> tuple[SpreadCheckpoint, str | None]:
     """Returns the checkpoint with a given sequence and token, and the name of a file that no rank can read, if any."""
 
-    def files() -> bytes:
+    def files() -> tuple[list[str], list[str]]:
         if channel.rank not in names:
-            return b"[[], []]"
+            return [], []
         with root.open(names[channel.rank]) as opened:
-            return msgspec.json.encode((sorted(opened.manifest.files_here()), sorted(opened.manifest.files)))
+            return sorted(opened.manifest.files_here()), sorted(opened.manifest.files)
 
-    everyone = [msgspec.json.decode(data, type=tuple[list[str], list[str]]) for data in results_of_all(files, channel)]
+    everyone = exchanged(files, tuple[list[str], list[str]], channel)
     holders: dict[str, list[int]] = {}
     for rank, (files_here, _) in enumerate(everyone):
         for file in files_here:

@@ -119,12 +119,7 @@ def load_by(
     """Loads the checkpoint that `opener` opens; every rank must open the same checkpoint."""
     with ExitStack() as closing:
         opened: list[Checkpoint] = []
-
-        def open_it() -> bytes:
-            opened.append(closing.enter_context(opener()))
-            return b""
-
-        results_of_all(open_it, channel)
+        results_of_all(lambda: opened.append(closing.enter_context(opener())), channel)
         return _load_opened(state, opened[0], channel, strict, fill)
 
 
@@ -148,12 +143,7 @@ def _load_opened(
     numberings = agreed_numberings(state, channel)
     plan = LoadPlan(checkpoint, channel.rank)
     with ExitStack() as contexts:
-
-        def request() -> bytes:
-            StateRestorer(plan, strict, contexts, numberings).request(state)
-            return b""
-
-        results_of_all(request, channel)
+        results_of_all(lambda: StateRestorer(plan, strict, contexts, numberings).request(state), channel)
         read(plan, channel)
         plan.finish()
     return LoadResult(checkpoint.manifest.step, checkpoint.nbytes_read)

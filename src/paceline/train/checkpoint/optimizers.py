@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import msgspec
 import torch
 from torch.optim import Optimizer
 
@@ -68,8 +67,8 @@ class Numbering:
         return [{**_without_names(group), "params": numbers} for group, numbers in zip(groups, own, strict=True)]
 
 
-def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
-    """Returns the encoded `Outline` of this rank's optimizers, given its objects by name."""
+def outline_of(entries: Iterable[tuple[str, object]]) -> Outline:
+    """Returns the outline of this rank's optimizers, given its objects by name."""
     outline: Outline = {}
     for name, value in entries:
         if not isinstance(value, Optimizer):
@@ -82,12 +81,11 @@ def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
             )
         if any(divided):
             outline[name] = _positions(value)
-    return msgspec.json.encode(outline)
+    return outline
 
 
-def agreed(outlines: Sequence[bytes]) -> dict[str, Numbering]:
-    """Returns the numbering for each pipeline optimizer, given the encoded outlines of all ranks."""
-    everyone = [msgspec.json.decode(outline, type=Outline) for outline in outlines]
+def agreed(everyone: Sequence[Outline]) -> dict[str, Numbering]:
+    """Returns the numbering for each pipeline optimizer, given the outlines of all ranks."""
     for rank, outline in enumerate(everyone):
         for name, groups in everyone[0].items():
             seen = outline.get(name)

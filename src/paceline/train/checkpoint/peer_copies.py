@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from paceline.comm.engine.formation import host_id
 from paceline.comm.security.untrusted_peers import encodable
 from paceline.errors import CheckpointDamagedError, CheckpointError, PacelineError
@@ -29,7 +27,7 @@ from paceline.train.checkpoint.rank_channel import (
     GroupChannel,
     RankChannel,
     background_channel,
-    results_of_all,
+    exchanged,
 )
 from paceline.train.checkpoint.replicate import (
     CacheLocation,
@@ -88,10 +86,7 @@ class PeerCopies:
 
         Returns None if a rank cannot reach its launcher. The plan's memory must not change during the replication.
         """
-        everyone = [
-            msgspec.json.decode(data, type=_ReplicationReport)
-            for data in results_of_all(self._replication_report, channel)
-        ]
+        everyone = exchanged(self._replication_report, _ReplicationReport, channel)
         locations = [report.location for report in everyone if report.location is not None]
         if len(locations) < len(everyone):
             rank, absent = next((rank, report) for rank, report in enumerate(everyone) if report.location is None)
@@ -126,7 +121,7 @@ class PeerCopies:
         else:
             self._whole = replication.draft.sequence, replication.draft.token
 
-    def _replication_report(self) -> bytes:
+    def _replication_report(self) -> _ReplicationReport:
         why = f"{VARIABLE} is not set"
         if self._location is None and self._own:
             try:
@@ -135,7 +130,7 @@ class PeerCopies:
                 self._location = CacheLocation(answer.vault, host_id(), answer.address)
             except _UNREACHABLE as error:
                 why = str(error)
-        return msgspec.json.encode(_ReplicationReport(self._path, self._location, self._whole, why))
+        return _ReplicationReport(self._path, self._location, self._whole, why)
 
     def _warn(self, why: str, channel: CollectiveChannel) -> None:
         if not self._has_warned and channel.rank == 0:
@@ -156,10 +151,7 @@ class PeerCopies:
         """
         self._whole = None
         root = channel.broadcast(self._path.encode()).decode()
-        answers = [
-            msgspec.json.decode(data, type=list[Inventory])
-            for data in results_of_all(lambda: self._inventories(root, channel), channel)
-        ]
+        answers = exchanged(lambda: self._inventories(root, channel), list[Inventory], channel)
         inventories = [inventory for answer in answers for inventory in answer]
         found, why = newest_cached(inventories)
         sequence = newest_on_disk()
@@ -189,8 +181,8 @@ class PeerCopies:
             why = f" ({self._why_not})" if self._why_not else ""
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
 
-    def _inventories(self, root: str, channel: CollectiveChannel) -> bytes:
-        """Returns the encoded inventories of this host's cache and, if the job has one rank, of other hosts' caches."""
+    def _inventories(self, root: str, channel: CollectiveChannel) -> list[Inventory]:
+        """Returns the inventories of this host's cache and, if the job has one rank, of other hosts' caches."""
         found: list[Inventory] = []
         if self._own:
             with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:
@@ -203,7 +195,7 @@ class PeerCopies:
                     contextlib.closing(dial(address, _OTHER_HOST_TIMEOUT_S)) as client,
                 ):
                     found.append(client.look(root))
-        return msgspec.json.encode(found)
+        return found
 
 
 class _CacheReader:

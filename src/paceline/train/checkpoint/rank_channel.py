@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeAlias, TypeVar
+
+import msgspec
 
 from paceline.comm.engine.failures import OutcomeCode, RankIdentity
 from paceline.comm.group.default import default_world, find_world, given_or_default
@@ -25,6 +27,7 @@ _SUCCESS, _FAILURE, _DAMAGE = b"+", b"-", b"!"
 _VALUE, _DIED = b"+", b"-"
 _CHECK_S = 0.5  # interval between liveness checks on a rank whose key is still missing
 _LAST_WAIT_S = 10.0  # maximum time that rank 0 waits for the other ranks to read its last key
+T = TypeVar("T")
 
 
 class RankChannel(Protocol):
@@ -49,15 +52,13 @@ class RankChannel(Protocol):
 class SingleRank:
     """The channel of a process without a group."""
 
-    rank, size, me = 0, 1, "this process"
+    rank, size, me = 0, 1, _THIS_PROCESS
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Returns `[mine]`."""
         return [mine]
 
-    def all_gather(self, mine: bytes) -> list[bytes]:
-        """Returns `[mine]`."""
-        return [mine]
+    all_gather = gather
 
     def broadcast(self, data: bytes) -> bytes:
         """Returns `data`."""
@@ -77,12 +78,12 @@ class GroupChannel:
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Gathers the bytes of all ranks on rank 0; returns an empty list on the other ranks."""
-        everyone = self.group.all_gather_bytes(mine)
+        everyone = self.all_gather(mine)
         return everyone if self.rank == 0 else []
 
     def broadcast(self, data: bytes) -> bytes:
         """Sends the bytes of rank 0 to all ranks, and returns them."""
-        return self.group.all_gather_bytes(data if self.rank == 0 else b"")[0]
+        return self.all_gather(data if self.rank == 0 else b"")[0]
 
 
 CollectiveChannel: TypeAlias = GroupChannel | SingleRank
@@ -95,13 +96,13 @@ def channel_of(group: ProcessGroup | None) -> CollectiveChannel:
     return GroupChannel(given_or_default(group))
 
 
-def encode_result(work: Callable[[], bytes], me: str) -> bytes:
+def encode_result(work: Callable[[], bytes | None], me: str) -> bytes:
     """Calls `work` and encodes its result or its error for other ranks; `decode_result` is the inverse.
 
     Prepends `me`, the name of this rank, to an error message that does not begin with the name of a rank.
     """
     try:
-        return _SUCCESS + work()
+        return _SUCCESS + (work() or b"")
     except CheckpointDamagedError as error:
         return _DAMAGE + _prefixed(me, str(error))
     except (CheckpointError, OSError, TypeError, ValueError) as error:
@@ -143,9 +144,15 @@ def _prefixed(me: str, text: str) -> bytes:
     return text.encode(errors="backslashreplace")  # a path may have bytes that are not UTF-8
 
 
-def results_of_all(work: Callable[[], bytes], channel: CollectiveChannel) -> list[bytes]:
+def results_of_all(work: Callable[[], bytes | None], channel: CollectiveChannel) -> list[bytes]:
     """Calls `work` and returns the results of all ranks, or raises a rank's error on all; every rank must call this."""
     return [decode_result(answer) for answer in channel.all_gather(encode_result(work, channel.me))]
+
+
+def exchanged(work: Callable[[], T], kind: type[T], channel: CollectiveChannel) -> list[T]:
+    """Does the same as `results_of_all` with results that JSON can represent, for example of the type `list[str]`."""
+    answers = results_of_all(lambda: msgspec.json.encode(work()), channel)
+    return [msgspec.json.decode(answer, type=kind) for answer in answers]
 
 
 def result_of_first(work: Callable[[], bytes], channel: CollectiveChannel) -> bytes:
@@ -201,21 +208,13 @@ class StoreChannel:
 
     def _await_readers(self) -> None:
         """Waits until all ranks have read the broadcast, because this process may serve the store."""
-        keys = [self._read_key_of(rank) for rank in range(1, self.size)]
-        deadline = time.monotonic() + min(self._timeout_s, _LAST_WAIT_S)
+        readers = range(1, self.size)
+        keys = [self._read_key_of(rank) for rank in readers]
         with contextlib.suppress(CheckpointError, StoreError):
-            while keys and not self._are_set(keys):
-                for rank in range(1, self.size):
-                    self._require_alive(rank, deadline)
+            if keys:
+                self._wait(keys, readers, min(self._timeout_s, _LAST_WAIT_S))
             for key in [self._broadcast, *keys]:
                 self._delete(key)
-
-    def _are_set(self, keys: list[str]) -> bool:
-        try:
-            self._store.wait(keys, _CHECK_S)
-        except StoreTimeoutError:
-            return False
-        return True
 
     def _set(self, key: str, data: bytes) -> None:
         with self._needing_store():
@@ -224,16 +223,23 @@ class StoreChannel:
             self._store.set_last_will(key, None)
 
     def _get(self, key: str, rank: int) -> bytes:
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            with self._needing_store(), contextlib.suppress(StoreTimeoutError):
-                self._store.wait([key], _CHECK_S)
-                value = self._store.get(key)
-                break
-            self._require_alive(rank, deadline)
+        with self._needing_store():
+            self._wait([key], [rank], self._timeout_s)
+            value = self._store.get(key)
         if value == _DIED:
-            raise self._lost(rank)
+            raise self._incomplete(f"{self._members[rank]} died")
         return value[len(_VALUE) :]
+
+    def _wait(self, keys: list[str], ranks: Iterable[int], timeout_s: float) -> None:
+        """Waits until these ranks have set the keys; raises CheckpointError if a rank dies or the time elapses."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._store.wait(keys, _CHECK_S)
+                return
+            except StoreTimeoutError:
+                for rank in ranks:
+                    self._require_alive(rank, deadline)
 
     def _delete(self, key: str) -> None:
         with contextlib.suppress(StoreError):  # some of torch's stores cannot delete keys
@@ -242,12 +248,9 @@ class StoreChannel:
     def _require_alive(self, rank: int, deadline: float) -> None:
         member = self._members[rank]
         if member.process is not None and member.process.has_ended():
-            raise self._lost(rank)
+            raise self._incomplete(f"{member} died")
         if self._group.is_closed or self._group.failure() != OutcomeCode.OK:
-            raise CheckpointError(
-                f"{self.me}: the process group failed while a checkpoint was being written, so this checkpoint is "
-                "incomplete; earlier ones are untouched"
-            )
+            raise self._incomplete("the process group failed")
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"{self.me}: {member} has not written its part of a checkpoint within {self._timeout_s:.0f} s; the "
@@ -255,23 +258,18 @@ class StoreChannel:
                 "longer timeout if the disk is that slow"
             )
 
-    def _lost(self, rank: int) -> CheckpointError:
+    def _incomplete(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.me}: {self._members[rank]} died while a checkpoint was being written, so this checkpoint is "
-            "incomplete; earlier ones are untouched"
+            f"{self.me}: {what} while a checkpoint was being written, so this checkpoint is incomplete; earlier ones "
+            "are untouched"
         )
 
     @contextlib.contextmanager
     def _needing_store(self) -> Iterator[None]:
         try:
             yield
-        except StoreTimeoutError:
-            raise
         except StoreError as error:
-            raise CheckpointError(
-                f"{self.me}: the ranks could not communicate while a checkpoint was being written, so this checkpoint "
-                f"is incomplete; earlier ones are untouched. {error}"
-            ) from error
+            raise CheckpointError(f"{self._incomplete('the ranks could not communicate')}. {error}") from error
 
 
 def background_channel(channel: GroupChannel, token: str) -> StoreChannel:

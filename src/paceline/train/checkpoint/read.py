@@ -15,7 +15,6 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-import msgspec
 import torch
 import xxhash
 
@@ -34,6 +33,7 @@ from paceline.train.checkpoint.rank_channel import (
     GroupChannel,
     SingleRank,
     encode_result,
+    exchanged,
     is_success,
     require_success,
     results_of_all,
@@ -339,14 +339,14 @@ def fetch(plan: LoadPlan, holders: Mapping[str, Sequence[int]], channel: Collect
     files_here = {file for file, ranks in holders.items() if channel.rank in ranks}
     missing = [(item, request) for item in items for request in _missing(item, plan, holders, files_here, channel.rank)]
 
-    def read() -> bytes:
+    def read() -> list[PieceRequest]:
         if isinstance(plan.checkpoint, Checkpoint):
             for item in items:
                 plan.checkpoint.read_into(item.name, item.region, memory_with(item.memory), files=files_here)
-        return msgspec.json.encode([request for _, request in missing])
+        return [request for _, request in missing]
 
-    requests = [msgspec.json.decode(data, type=list[PieceRequest]) for data in results_of_all(read, channel)]
-    outcome = encode_result(lambda: b"", channel.me)
+    requests = exchanged(read, list[PieceRequest], channel)
+    outcome = encode_result(bytes, channel.me)
     if isinstance(channel, GroupChannel):
         for distance in range(1, channel.size):
             target, source = (channel.rank + distance) % channel.size, (channel.rank - distance) % channel.size
@@ -407,14 +407,13 @@ def _exchange(
     return fault
 
 
-def _read_pieces(plan: LoadPlan, asked: Sequence[PieceRequest], sent: torch.Tensor) -> bytes:
+def _read_pieces(plan: LoadPlan, asked: Sequence[PieceRequest], sent: torch.Tensor) -> None:
     assert isinstance(plan.checkpoint, Checkpoint)
     offset, memory = 0, memory_with(sent)
     for request in asked:
         piece = plan.checkpoint.read_piece(request.name, request.piece, request.region)
         memory[offset : offset + request.nbytes] = piece
         offset += request.nbytes
-    return b""
 
 
 def _put(plan: LoadPlan, own: Sequence[tuple[ReadItem, PieceRequest]], received: torch.Tensor) -> None:

@@ -109,12 +109,11 @@ def replicate_checkpoint(
                 closing.callback(clients[-1].close)
             return _write_own_part(replication, clients, first.rank)
 
-        def commit() -> bytes:
+        def commit() -> None:
             manifest = decode_result(verdict)
             files = {name: entry.nbytes for name, entry in manifest_from_bytes(manifest, "").files.items()}
             for client in clients:
                 client.commit(replication.root, replication.draft.token, manifest, files, replication.vaults)
-            return b""
 
         written = encode_result(write, first.me)
         verdict = first.broadcast(

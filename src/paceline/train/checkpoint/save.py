@@ -121,14 +121,9 @@ def write_later(root: Root, plan: SavePlan, keep: int, channel: CollectiveChanne
 def staged(root: Root, plan: SavePlan, channel: CollectiveChannel) -> SavePlan:
     """Returns the plan with copies of the regions that this rank writes; every rank must call this."""
     copies: list[LocalRegion] = []
-
-    def copy() -> bytes:
-        copies.extend(BACKGROUND.staging.copied(plan.held))
-        return b""
-
     try:
         # All ranks wait until every rank has its copies, because ranks may share memory that the next step changes.
-        results_of_all(copy, channel)
+        results_of_all(lambda: copies.extend(BACKGROUND.staging.copied(plan.held)), channel)
     except BaseException:
         abandon(root, plan.draft, plan.disks, channel.rank)
         raise
@@ -178,10 +173,9 @@ def _publish_on_one(root: Root, plan: SavePlan, written: bytes, keep: int, chann
         decode_result(channel.broadcast(b""))
         return
 
-    def publish() -> bytes:
+    def publish() -> None:
         parts, values = contributions_from_bytes(_join(channel.gather(written)))
         root.publish(plan.draft, parts, values, world_size=channel.size)
-        return b""
 
     is_published = False
     try:
@@ -205,12 +199,11 @@ def _publish_on_each(
     first, second = channels
     is_published = False
 
-    def publish() -> bytes:
+    def publish() -> None:
         parts, values = contributions_from_bytes(decode_result(everyone))
         if disks.is_first:
             here = [file for rank in disks.sharers(disks.rank) for file in parts[rank].files]
             root.publish(plan.draft, parts, values, world_size=first.size, here=here)
-        return b""
 
     try:
         gathered = first.gather(written)

@@ -24,15 +24,9 @@ from paceline.train.checkpoint.format.regions import Region, untiled
 from paceline.train.checkpoint.format.root import Root
 from paceline.train.checkpoint.format.values import Json, encode, of_rank
 from paceline.train.checkpoint.host_disks import Disks, begin
-from paceline.train.checkpoint.optimizers import Numbering, agreed, outline_of
+from paceline.train.checkpoint.optimizers import Numbering, Outline, agreed, outline_of
 from paceline.train.checkpoint.pytree import name_of, take_apart
-from paceline.train.checkpoint.rank_channel import (
-    CollectiveChannel,
-    encode_result,
-    fault_of,
-    result_of_first,
-    results_of_all,
-)
+from paceline.train.checkpoint.rank_channel import CollectiveChannel, encode_result, exchanged, fault_of
 from paceline.train.checkpoint.shard_layout import LocalRegion, cut, whole_of
 from paceline.train.checks.device_values import DeviceDigests
 from paceline.train.module_tensors import memory_of
@@ -93,13 +87,12 @@ def plan_save(
     digests: dict[str, str] = {}
     numberings = agreed_numberings(state, channel)
 
-    def take() -> bytes:
+    def take() -> None:
         nonlocal captured
         captured = capture(state, channel.rank == 0, numberings)
         digests.update(_digests_of(captured, has_others=channel.size > 1))
         for name, value in captured.values.items():
             encode(value, name)
-        return b""
 
     fault = fault_of(encode_result(take, channel.me))
     report = RankReport(
@@ -128,10 +121,7 @@ def plan_save(
     tensors = list(captured.everywhere.items())
     shared = assign_bytes([tensor.nbytes for _, tensor in tensors], loads)
     nbytes = [load + _size(ranges) for load, ranges in zip(loads, shared, strict=True)]
-    if disks is None:
-        draft = _begin_on_one(root, step, sum(nbytes), channel, least_sequence)
-    else:
-        draft = begin(root, step, nbytes, disks, channel, least_sequence)
+    draft = begin(root, step, nbytes, disks, channel, least_sequence)
     values = {name: encode(value, name) for name, value in captured.values.items()}
     own = [(captured.offered[item].held, start, stop) for item, start, stop in offered[channel.rank]]
     own += [(whole_of(*tensors[item]), start, stop) for item, start, stop in shared[channel.rank]]
@@ -141,13 +131,7 @@ def plan_save(
 
 def agreed_numberings(state: TrainingState, channel: CollectiveChannel) -> dict[str, Numbering]:
     """Returns the numberings of the pipeline optimizers, by name; every rank must call this."""
-    return agreed(results_of_all(lambda: outline_of(entries(state)), channel))
-
-
-def _begin_on_one(root: Root, step: int | None, nbytes: int, channel: CollectiveChannel, least_sequence: int) -> Draft:
-    return Draft.from_bytes(
-        result_of_first(lambda: root.begin(step, nbytes=nbytes, least_sequence=least_sequence).to_bytes(), channel)
-    )
+    return agreed(exchanged(lambda: outline_of(entries(state)), Outline, channel))
 
 
 def _digests_of(captured: CapturedState, *, has_others: bool) -> dict[str, str]:
