@@ -9,12 +9,12 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import chain
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -76,16 +76,6 @@ class CapturedReplica:
     capture_own: Callable[[str], CapturedState]
 
 
-class OfferedRegion(NamedTuple):
-    """A region that this rank has and other ranks may also have.
-
-    If `of_first` is set, the elements may differ between ranks, and those on the first rank are saved.
-    """
-
-    held: LocalRegion
-    of_first: bool = False
-
-
 @dataclass
 class CapturedState:
     """The state of a training loop on one rank.
@@ -105,7 +95,7 @@ class CapturedState:
     is_first: bool = True
     everywhere: dict[str, torch.Tensor] = field(default_factory=dict)
     held: list[LocalRegion] = field(default_factory=list)
-    offered: list[OfferedRegion] = field(default_factory=list)
+    offered: list[LocalRegion] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
     objects: dict[str, CapturedObject] = field(default_factory=dict)
     replicas: dict[str, CapturedReplica] = field(default_factory=dict)
@@ -133,7 +123,7 @@ class CapturedState:
     def offer(self, held: LocalRegion, *, of_first: bool = False) -> None:
         """Adds a tensor region that other ranks may also have."""
         if _is_needed(held):
-            self.offered.append(OfferedRegion(held, of_first))
+            self.offered.append(replace(held, of_first=of_first))
 
     def hold(self, held: Sequence[LocalRegion]) -> None:
         """Adds tensor regions that only this rank contributes."""
@@ -145,12 +135,9 @@ class CapturedState:
 
     def add_values(self, name: str, value: object) -> dict[str, torch.Tensor]:
         """Adds the plain values of a tree, and returns its tensors by name."""
-        tensors: dict[str, torch.Tensor] = {}
-        taken = take_apart(name, value, tensors)
+        taken, tensors = _taken_apart(name, value)
         if not isinstance(value, torch.Tensor):
             self.values[name] = taken
-        for full, tensor in tensors.items():
-            require_dense(full, tensor)
         return tensors
 
     def hold_tree(self, name: str, value: object) -> None:
@@ -173,11 +160,16 @@ class CapturedState:
 
     def add_object(self, name: str, state: object, *, is_everywhere: bool = True) -> None:
         """Adds a tree that may differ between ranks."""
-        tensors: dict[str, torch.Tensor] = {}
-        value = take_apart(name, state, tensors)
-        for full, tensor in tensors.items():
-            require_dense(full, tensor)
-        self.objects[name] = CapturedObject(state, value, tensors, is_everywhere)
+        self.objects[name] = CapturedObject(state, *_taken_apart(name, state), is_everywhere)
+
+
+def _taken_apart(name: str, value: object) -> tuple[object, dict[str, torch.Tensor]]:
+    """Separates the tensors in a tree from its plain values, and checks that a checkpoint can hold the tensors."""
+    tensors: dict[str, torch.Tensor] = {}
+    taken = take_apart(name, value, tensors)
+    for full, tensor in tensors.items():
+        require_dense(full, tensor)
+    return taken, tensors
 
 
 def _is_needed(held: LocalRegion) -> bool:
@@ -414,11 +406,10 @@ def _capture_replica(name: str, into: CapturedState, capture_as: Callable[[str, 
 
 
 def _only_plain(name: str, state: object) -> object:
-    taken = CapturedState()
-    taken.add_object(name, state)
-    if taken.objects[name].tensors:
+    value, tensors = _taken_apart(name, state)
+    if tensors:
         raise TypeError(f"the state of {name!r} has tensors; the position of a loader must consist of plain values")
-    return taken.objects[name].value
+    return value
 
 
 def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:

@@ -33,8 +33,8 @@ from paceline.train.checkpoint.host_disks import Disks, found_disks
 from paceline.train.checkpoint.load import load_newest, newest_sequence
 from paceline.train.checkpoint.peer_copies import PeerCopies
 from paceline.train.checkpoint.rank_channel import CollectiveChannel, GroupChannel, SingleRank, channel_of
-from paceline.train.checkpoint.save import BACKGROUND, staged, write, write_later, write_staged
-from paceline.train.checkpoint.save_plan import SavePlan, plan_save
+from paceline.train.checkpoint.save import BACKGROUND, staged, write, write_staged
+from paceline.train.checkpoint.save_plan import plan_save
 from paceline.train.elastic.worker.elastic_state import ElasticState
 from paceline.train.gradient_use import GRADIENT_USE
 
@@ -242,12 +242,18 @@ class CheckpointManager:
         least_sequence = 0 if self._copies is None else self._copies.least_sequence()
         plan = plan_save(state, self._root, step, channel, self._own_disks(channel), least_sequence)
         self._warn_of_gradients(step, state, channel)  # after planning, which reports faults in the state on every rank
-        if self._copies is not None and may_copy:
-            self._write_and_copy(plan, channel, asynchronous, self._copies)
-        elif asynchronous:
-            write_later(self._root, plan, self._keep, channel)
-        else:
+        copies = self._copies if may_copy else None
+        if copies is None and not asynchronous:
             write(self._root, plan, self._keep, channel)
+        else:
+            plan = staged(self._root, plan, channel)
+            sender = None if copies is None else copies.sender(plan, channel)
+            if asynchronous:
+                write_staged(self._root, plan, self._keep, channel, sender)
+            else:
+                if sender is not None:  # the replication always runs in the background
+                    BACKGROUND.start(sender, plan.draft.name)
+                write(self._root, plan, self._keep, channel)
         self._saved, self._saved_s = step, time.monotonic()
 
     def _warn_of_gradients(self, step: int, state: TrainingState, channel: CollectiveChannel) -> None:
@@ -265,19 +271,6 @@ class CheckpointManager:
                 RuntimeWarning,
                 stacklevel=4,
             )
-
-    def _write_and_copy(
-        self, plan: SavePlan, channel: CollectiveChannel, asynchronous: bool, copies: PeerCopies
-    ) -> None:
-        """Writes and replicates the current state. The replication always runs in the background."""
-        plan = staged(self._root, plan, channel)
-        sender = copies.sender(plan, channel)
-        if asynchronous:
-            write_staged(self._root, plan, self._keep, channel, sender)
-            return
-        if sender is not None:
-            BACKGROUND.start(sender, plan.draft.name)
-        write(self._root, plan, self._keep, channel)
 
     def _save_elastic(self, elastic: ElasticState, step: int, state: TrainingState, force: bool) -> bool:
         """Saves in a separate round. If a worker dies during the round, the remaining workers repeat it."""

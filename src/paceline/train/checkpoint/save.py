@@ -103,7 +103,7 @@ def save(
     root = Root(path)
     plan = plan_save(state, root, step, channel, None if shared else found_disks(root, channel))
     if asynchronous:
-        return write_later(root, plan, keep, channel)
+        return write_staged(root, staged(root, plan, channel), keep, channel)
     write(root, plan, keep, channel)
     return None
 
@@ -111,11 +111,6 @@ def save(
 def write(root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel) -> None:
     """Writes this rank's part and publishes the checkpoint; every rank must call this."""
     _write(root, plan, keep, [channel, channel])
-
-
-def write_later(root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel) -> SaveHandle:
-    """Copies this rank's part, and starts a thread that writes the copy; every rank must call this."""
-    return write_staged(root, staged(root, plan, channel), keep, channel)
 
 
 def staged(root: Root, plan: SavePlan, channel: CollectiveChannel) -> SavePlan:

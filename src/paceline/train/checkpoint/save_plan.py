@@ -104,8 +104,8 @@ def plan_save(
             for name, tensor in state.everywhere.items()
         ],
         offered=[
-            Offer(held.name, held.dtype, held.shape, held.region, held.nbytes, of_first)
-            for held, of_first in captured.offered
+            Offer(held.name, held.dtype, held.shape, held.region, held.nbytes, held.of_first)
+            for held in captured.offered
         ],
         nbytes=sum(held.nbytes for held in captured.held),
         objects=digests,
@@ -123,7 +123,7 @@ def plan_save(
     nbytes = [load + _size(ranges) for load, ranges in zip(loads, shared, strict=True)]
     draft = begin(root, step, nbytes, disks, channel, least_sequence)
     values = {name: encode(value, name) for name, value in captured.values.items()}
-    own = [(captured.offered[item].held, start, stop) for item, start, stop in offered[channel.rank]]
+    own = [(captured.offered[item], start, stop) for item, start, stop in offered[channel.rank]]
     own += [(whole_of(*tensors[item]), start, stop) for item, start, stop in shared[channel.rank]]
     held = [*captured.held, *chain.from_iterable(cut(*share) for share in own)]
     return SavePlan(draft, held, values, disks)
@@ -323,7 +323,7 @@ def _quotas(total: int, loads: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Offer:
-    """A region of a tensor that a rank has and other ranks may also have; see `OfferedRegion`."""
+    """A region of a tensor that a rank has and other ranks may also have; see `LocalRegion`."""
 
     name: str
     dtype: str

@@ -32,6 +32,7 @@ from paceline.train.checkpoint.format.regions import (
     simplified,
     whole,
 )
+from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE
 from paceline.train.checkpoint.pytree import name_of
 from paceline.train.logical_shards.logical_shards import LogicalShards
 from paceline.train.pipeline.pipeline import Pipeline, index_in_model
@@ -47,41 +48,46 @@ class LocalRegion:
     Attributes:
         dtype: the safetensors name of the tensor's dtype.
         shape: the shape of the whole tensor.
-        nbytes: the size of the region in bytes.
         elements: a function that returns the elements, contiguous and in row-major order. No copy is made before it is
             called.
+        of_first: whether the elements may differ between ranks that have the region. If so, the first rank's are saved.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     region: Region
-    nbytes: int
     elements: Callable[[], torch.Tensor]
+    of_first: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the region in bytes."""
+        return count(self.region) * ITEMSIZE[self.dtype]
 
 
 def whole_of(name: str, tensor: torch.Tensor) -> LocalRegion:
     """Returns the region that covers a whole tensor."""
     shape = tuple(tensor.shape)
-    return LocalRegion(name, name_of(tensor.dtype), shape, whole(shape), tensor.nbytes, lambda: flat(tensor))
+    return LocalRegion(name, name_of(tensor.dtype), shape, whole(shape), partial(flat, tensor))
 
 
 def cut(held: LocalRegion, start: int, stop: int) -> list[LocalRegion]:
     """Returns the regions that make up bytes `start` to `stop` (multiples of the element size) of a region."""
     if (start, stop) == (0, held.nbytes):
         return [held]
-    size = held.nbytes // count(held.region)
     parts: list[LocalRegion] = []
+    size = ITEMSIZE[held.dtype]
     first = start // size
     for region in cut_out(held.region, first, stop // size):
-        parts.append(_section(held, region, first, first + count(region)))
-        first += count(region)
+        last = first + count(region)
+        parts.append(replace(held, region=region, elements=partial(_section, held, first, last)))
+        first = last
     return parts
 
 
-def _section(held: LocalRegion, region: Region, first: int, last: int) -> LocalRegion:
-    nbytes = (last - first) * (held.nbytes // count(held.region))
-    return replace(held, region=region, nbytes=nbytes, elements=lambda: held.elements()[first:last])
+def _section(held: LocalRegion, first: int, last: int) -> torch.Tensor:
+    return held.elements()[first:last]
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -296,17 +302,9 @@ class ShardLayout:
         """
         dtype, elements = name_of(elements.dtype), elements.detach()
         if self.region is not None:
-            return [LocalRegion(name, dtype, self.shape, self.region, elements.nbytes, partial(flat, elements))]
+            return [LocalRegion(name, dtype, self.shape, self.region, partial(flat, elements))]
         return [
-            LocalRegion(
-                name,
-                dtype,
-                self.shape,
-                part.region,
-                (part.stop - part.start) * elements.element_size(),
-                partial(part.row_major, elements),
-            )
-            for part in self.parts
+            LocalRegion(name, dtype, self.shape, part.region, partial(part.row_major, elements)) for part in self.parts
         ]
 
     def part_of_saved(self, undivided: torch.Tensor, name: str) -> torch.Tensor:

@@ -10,19 +10,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from paceline.train.data.epoch_order import BatchSharding, ReadBatch, RemainingSamples, StreamPosition, step_shards
 
+T = TypeVar("T")
+
 
 class IndexedBatches:
     """Reads a rank's batches from an indexable dataset."""
 
     def __init__(self, dataset: Dataset[Any], options: dict[str, Any]) -> None:
-        self._indices = _Indices()
+        self._indices = _UpcomingItems[list[int]]()
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._indices, **options)
 
     def read(self, count: int, index_of: Callable[[int], int], sharding: BatchSharding) -> Iterator[tuple[Any, int]]:
@@ -34,7 +36,7 @@ class IndexedBatches:
         Args:
             count: the number of places.
             index_of: a function that returns the sample index for a place. It must not reference the owner of this
-                object; see `_Indices`.
+                object; see `_UpcomingItems`.
             sharding: the division of a step.
         """
         self._indices.upcoming = (
@@ -45,19 +47,17 @@ class IndexedBatches:
             yield batch, shard.end
 
 
-class _Indices:
-    """The DataLoader's batch sampler, which yields the indices of the remaining batches.
+class _UpcomingItems(Generic[T]):
+    """The DataLoader's sampler, which yields the indices of batches, or requests, possibly indefinitely.
 
     The sampler must not reference the owner of the DataLoader. With a reference cycle, the garbage collector could
     close the queues of the worker processes first, and torch would then wait five seconds for each process.
     """
 
-    upcoming: Iterable[list[int]]
-
     def __init__(self) -> None:
-        self.upcoming = ()
+        self.upcoming: Iterable[T] = ()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[T]:
         return iter(self.upcoming)
 
 
@@ -93,7 +93,7 @@ class StreamBatches:
     """
 
     def __init__(self, dataset: IterableDataset[Any], keeps_states: bool, options: dict[str, Any]) -> None:
-        self._requests = _RequestSampler()
+        self._requests = _UpcomingItems[StepRequest]()
         self._loader: DataLoader[Any] = DataLoader(
             _StepDataset(dataset, keeps_states),
             batch_size=None,
@@ -127,15 +127,6 @@ class StreamBatches:
         for shard, served in zip(shards, self._loader, strict=True):
             yield ReadBatch(served.batch, first.start, rest.after(used), shard.end - used)
             used = shard.end
-
-
-class _RequestSampler:
-    """The DataLoader's sampler, which yields requests, possibly indefinitely."""
-
-    upcoming: Iterable[StepRequest]
-
-    def __iter__(self) -> Iterator[StepRequest]:
-        return iter(self.upcoming)
 
 
 class _StepDataset(Dataset[StepResponse]):

@@ -176,39 +176,30 @@ class Summary:
         return self.files if self.here is None else {name: self.files[name] for name in self.here}
 
 
-@dataclass(frozen=True)
-class Manifest:
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Summary):
     """The description of a checkpoint.
 
     Attributes:
         step: the training step, or None.
         sequence: the sequence number, which increases with each checkpoint in a root.
         token: a string that is unique to the checkpoint and the same on all hosts.
+        files: the files, by name.
+        here: the names of the files in this directory, or None if it contains all files.
         world_size: the number of ranks that wrote the checkpoint.
         written_at_s: the time of writing, in seconds since the Unix epoch.
         paceline: the version of Paceline that wrote the checkpoint.
-        files: the files, by name.
         tensors: the tensors, by name.
         values: the plain values, as a JSON tree.
-        here: the names of the files in this directory, or None if it contains all files.
         block_nbytes: the number of bytes that each digest of a piece covers.
     """
 
-    step: int | None
-    sequence: int
-    token: str
     world_size: int
     written_at_s: float
     paceline: str
-    files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     values: Json
-    here: tuple[str, ...] | None = None
     block_nbytes: int = BLOCK_NBYTES
-
-    def files_here(self) -> dict[str, FileEntry]:
-        """Returns the files that this directory must contain."""
-        return self.files if self.here is None else {name: self.files[name] for name in self.here}
 
 
 def merged(parts: Iterable[RankPart]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
@@ -259,7 +250,7 @@ def fault_of(manifest: Manifest) -> str | None:
     return None
 
 
-def fault_of_summary(summary: Summary | Manifest) -> str | None:
+def fault_of_summary(summary: Summary) -> str | None:
     """Returns the first fault found in a manifest's numbers and file names, or None."""
     for name, entry in summary.files.items():
         if not _FILE_NAME.fullmatch(name) or name == FILE:
@@ -391,11 +382,6 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
     return _sound(_read(data, where, decode), where, fault_of)
 
 
-def summary_from_bytes(data: bytes, where: str) -> Summary:
-    """Decodes the members of a manifest that are needed to list checkpoints. Skips the tensors, which may be many."""
-    return _sound(_read(data, where, lambda: msgspec.json.decode(data, type=Summary)), where, fault_of_summary)
-
-
 def _sound(read: T, where: str, fault_of: Callable[[T], str | None]) -> T:
     if (fault := fault_of(read)) is not None:
         raise CheckpointDamagedError(f"{where} is inconsistent: {fault}")
@@ -444,8 +430,9 @@ def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:
 
 
 def read_summary(storage: ReadableStorage, directory: str) -> Summary:
-    """Returns the summary of a checkpoint's manifest; raises the same errors as `manifest_from_bytes`."""
-    return summary_from_bytes(*_text_of(storage, directory))
+    """Returns a manifest's summary. Skips the tensors, which may be many; raises the errors of `read_manifest`."""
+    data, where = _text_of(storage, directory)
+    return _sound(_read(data, where, lambda: msgspec.json.decode(data, type=Summary)), where, fault_of_summary)
 
 
 def _text_of(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:

@@ -135,8 +135,18 @@ class Root:
             CheckpointError: the parts do not form one state, or the disk failed. Earlier checkpoints are unchanged.
         """
         manifest = manifest_of(draft, parts, values, world_size, here)
+        storage = self.storage
         with self._refusing("write"):
-            publish(self.storage, draft, manifest, self._held.pop(draft.token, None))
+            held = self._held.pop(draft.token, None)
+            with contextlib.closing(held or storage.create(f"{draft.directory}/{FILE}")) as file:
+                file.write([memoryview(manifest_to_bytes(manifest))])
+                file.commit()
+                storage.sync_directory(draft.directory)
+                if storage.renames:
+                    storage.rename(draft.directory, draft.name)
+                    storage.sync_directory("")
+            _point_to(storage, draft)
+            failpoint("checkpoint.done")
         return manifest
 
     def abandon(self, draft: Draft) -> None:
@@ -310,28 +320,11 @@ def manifest_of(
     )
 
 
-def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
-    """Makes a checkpoint visible once its files are durable. Returns when the checkpoint itself is durable."""
-    text = memoryview(manifest_to_bytes(manifest))
-    file = held if held is not None else storage.create(f"{draft.directory}/{FILE}")
-    with contextlib.closing(file):
-        file.write([text])
-        file.commit()
-        storage.sync_directory(draft.directory)
-        if storage.renames:
-            storage.rename(draft.directory, draft.name)
-            storage.sync_directory("")
-    point_to(storage, draft)
-    failpoint("checkpoint.done")
-
-
-def point_to(storage: Storage, draft: Draft) -> None:
+def _point_to(storage: Storage, draft: Draft) -> None:
     """Writes a checkpoint's name to the file `latest` for users and other programs; loading does not require it."""
-    line = memoryview(f"{draft.name}\n".encode())
     written = f"{WRITING}{LATEST}-{draft.token}" if storage.renames else LATEST
-    file = storage.create(written)
-    with contextlib.closing(file):
-        file.write([line])
+    with contextlib.closing(storage.create(written)) as file:
+        file.write([memoryview(f"{draft.name}\n".encode())])
         file.commit()
     if storage.renames:
         storage.rename(written, LATEST)

@@ -70,8 +70,8 @@ class ReadableStorage(StorageLocation, Protocol):
     def open(self, name: str) -> InputFile:
         """Opens a file for reading."""
 
-    def share(self, directory: str) -> SharedLock:
-        """Protects a checkpoint from removal while it is being read."""
+    def share(self, directory: str) -> SharedLock | None:
+        """Protects a checkpoint from removal while it is being read; returns None if the storage has no locks."""
 
 
 class WritableStorage(StorageLocation, Protocol):
@@ -285,18 +285,12 @@ class FsspecStorage:
         """Returns None, because stores do not report free space."""
         return None
 
-    def share(self, directory: str) -> _NoLock:
+    def share(self, directory: str) -> None:
         """Does nothing, because stores have no locks."""
-        return _NoLock()
 
     def is_held(self, directory: str) -> bool:
         """Returns False, because stores have no locks."""
         return False
-
-
-class _NoLock:
-    def close(self) -> None:
-        pass
 
 
 class _FsspecOutput:

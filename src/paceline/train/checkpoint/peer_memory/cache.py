@@ -19,27 +19,7 @@ from paceline.comm.security.encryption import Connection, is_between_machines
 from paceline.errors import PacelineError
 from paceline.linux import memfd_create
 from paceline.train.checkpoint.format.storage import size_text
-from paceline.train.checkpoint.peer_memory.protocol import (
-    Answer,
-    BeginCopy,
-    Bytes,
-    CacheAddress,
-    CachedCheckpoint,
-    Commit,
-    Finish,
-    GetAddress,
-    GetManifest,
-    Inventory,
-    ListCheckpoints,
-    Read,
-    Request,
-    RequestCompleted,
-    RequestRefused,
-    Write,
-    receive_into,
-    receive_request,
-    send,
-)
+from paceline.train.checkpoint.peer_memory import protocol
 
 _NAME = "paceline-copy"
 _SPARE = 1.1  # the factor by which the available memory must exceed the size of a copy
@@ -101,18 +81,18 @@ class RefusedError(Exception):
 
 @dataclass
 class _Replica:
-    begin: BeginCopy
+    begin: protocol.BeginCopy
     due: int = 0  # number of bytes that ranks have announced but not written yet
     files: dict[str, int] = field(default_factory=dict)  # the descriptors of complete files, by name
-    commit: Commit | None = None
+    commit: protocol.Commit | None = None
     manifest: bytes = b""
 
-    def entry(self) -> CachedCheckpoint:
+    def entry(self) -> protocol.CachedCheckpoint:
         held = {name: os.fstat(descriptor).st_size for name, descriptor in self.files.items()}
         begin, commit = self.begin, self.commit
         if commit is None:
-            return CachedCheckpoint(begin.token, begin.sequence, begin.step, held)
-        return CachedCheckpoint(begin.token, begin.sequence, begin.step, held, commit.files, commit.vaults)
+            return protocol.CachedCheckpoint(begin.token, begin.sequence, begin.step, held)
+        return protocol.CachedCheckpoint(begin.token, begin.sequence, begin.step, held, commit.files, commit.vaults)
 
     def close(self) -> None:
         for descriptor in self.files.values():
@@ -131,7 +111,7 @@ class CheckpointCache:
         self._roots: dict[str, dict[str, _Replica]] = {}
         self._changing = threading.Lock()
 
-    def begin(self, begin: BeginCopy) -> None:
+    def begin(self, begin: protocol.BeginCopy) -> None:
         """Begins a checkpoint.
 
         Drops all other checkpoints for the same root except `begin.keep`. If memory is short, also drops checkpoints
@@ -145,7 +125,7 @@ class CheckpointCache:
             self._make_room(begin)
             known.setdefault(begin.token, _Replica(begin)).due += begin.nbytes
 
-    def _make_room(self, begin: BeginCopy) -> None:
+    def _make_room(self, begin: protocol.BeginCopy) -> None:
         while True:
             due = sum(replica.due for known in self._roots.values() for replica in known.values())
             available = self._available()
@@ -168,7 +148,7 @@ class CheckpointCache:
             if replica is not None:
                 replica.due = max(0, replica.due - nbytes)
 
-    def finish(self, finish: Finish, descriptor: int) -> None:
+    def finish(self, finish: protocol.Finish, descriptor: int) -> None:
         """Adds a complete file, and takes ownership of its memfd."""
         with self._changing:
             replica = self._roots.get(finish.root, {}).get(finish.token)
@@ -181,23 +161,23 @@ class CheckpointCache:
                 os.close(replica.files.pop(finish.file))
             replica.files[finish.file] = descriptor
 
-    def commit(self, commit: Commit, manifest: bytes) -> None:
+    def commit(self, commit: protocol.Commit, manifest: bytes) -> None:
         """Adds the manifest to a checkpoint that all ranks have written. This completes the checkpoint."""
         with self._changing:
             replica = self._replica(commit.root, commit.token)
             replica.commit, replica.manifest, replica.due = commit, manifest, 0
 
-    def look(self, root: str) -> list[CachedCheckpoint]:
+    def look(self, root: str) -> list[protocol.CachedCheckpoint]:
         """Returns the cached checkpoints for a root."""
         with self._changing:
             return [replica.entry() for replica in self._roots.get(root, {}).values()]
 
-    def manifest(self, wanted: GetManifest) -> bytes:
+    def manifest(self, wanted: protocol.GetManifest) -> bytes:
         """Returns a checkpoint's manifest."""
         with self._changing:
             return self._replica(wanted.root, wanted.token).manifest
 
-    def read(self, wanted: Read) -> bytes:
+    def read(self, wanted: protocol.Read) -> bytes:
         """Returns bytes from a file. Returns fewer bytes than requested only at the end of the file."""
         with self._changing:
             files = self._replica(wanted.root, wanted.token).files
@@ -247,54 +227,54 @@ class Session:
         """Answers requests until the worker closes the connection."""
         try:
             with contextlib.suppress(OSError, ValueError):  # the worker has died, or has sent an invalid request
-                while (request := receive_request(self._connection)) is not None:
+                while (request := protocol.receive_request(self._connection)) is not None:
                     self._answer(request)
         finally:
             for descriptor in self._open.values():
                 os.close(descriptor)
 
-    def _answer(self, request: Request) -> None:
-        if isinstance(request, Write):
+    def _answer(self, request: protocol.Request) -> None:
+        if isinstance(request, protocol.Write):
             self._write(request)
             return
-        payload = self._received(request.nbytes) if isinstance(request, Commit) else b""
+        payload = self._received(request.nbytes) if isinstance(request, protocol.Commit) else b""
         try:
             answer, data = self._carry_out(request, payload)
         except (RefusedError, OSError, ValueError, MemoryError, PacelineError) as error:
-            answer, data = RequestRefused(str(error) or "there is no memory left"), b""
-        send(self._connection, answer, [data] if data else [])
+            answer, data = protocol.RequestRefused(str(error) or "there is no memory left"), b""
+        protocol.send(self._connection, answer, [data] if data else [])
 
-    def _carry_out(self, request: Request, payload: bytes) -> tuple[Answer, bytes]:
+    def _carry_out(self, request: protocol.Request, payload: bytes) -> tuple[protocol.Answer, bytes]:
         match request:
-            case GetAddress():
+            case protocol.GetAddress():
                 if is_between_machines(self._connection):
                     raise RefusedError("only workers of the vault's own host may ask for its address")
-                return CacheAddress(self._identity, self._listen()), b""
-            case BeginCopy():
+                return protocol.CacheAddress(self._identity, self._listen()), b""
+            case protocol.BeginCopy():
                 self._cache.begin(request)
-            case Finish():
+            case protocol.Finish():
                 self._finish(request)
-            case Commit():
+            case protocol.Commit():
                 self._cache.commit(request, payload)
-            case ListCheckpoints(root):
-                return Inventory(self._identity, self._listen(), self._cache.look(root)), b""
-            case GetManifest():
+            case protocol.ListCheckpoints(root):
+                return protocol.Inventory(self._identity, self._listen(), self._cache.look(root)), b""
+            case protocol.GetManifest():
                 data = self._cache.manifest(request)
-                return Bytes(len(data)), data
-            case Read(count=count):
+                return protocol.Bytes(len(data)), data
+            case protocol.Read(count=count):
                 if count > _MOST_READ_NBYTES:
                     raise RefusedError(f"{count} bytes are too many for one answer")
                 data = self._cache.read(request)
-                return Bytes(len(data)), data
-        return RequestCompleted(), b""
+                return protocol.Bytes(len(data)), data
+        return protocol.RequestCompleted(), b""
 
-    def _write(self, write: Write) -> None:
+    def _write(self, write: protocol.Write) -> None:
         """Appends to a file. Errors are reported when the file is finished, because writes do not have responses."""
         key = write.root, write.token, write.file
         left = write.nbytes
         while left:
             piece = self._buffer[: min(left, _PIECE_NBYTES)]
-            receive_into(self._connection, piece)
+            protocol.receive_into(self._connection, piece)
             left -= len(piece)
             if key in self._faults:
                 continue
@@ -308,7 +288,7 @@ class Session:
                 if key in self._open:
                     os.close(self._open.pop(key))  # frees the file's memory, in case memory has run out
 
-    def _finish(self, finish: Finish) -> None:
+    def _finish(self, finish: protocol.Finish) -> None:
         key = finish.root, finish.token, finish.file
         descriptor, fault = self._open.pop(key, None), self._faults.pop(key, None)
         if descriptor is None:
@@ -324,7 +304,7 @@ class Session:
         data = bytearray()
         while len(data) < nbytes:
             piece = self._buffer[: min(nbytes - len(data), _PIECE_NBYTES)]
-            receive_into(self._connection, piece)
+            protocol.receive_into(self._connection, piece)
             data += piece
         return bytes(data)
 

@@ -5,35 +5,17 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from paceline.comm.one_port.dialer import dial as dial_machine
 from paceline.comm.security.encryption import Connection
 from paceline.comm.security.handshake import TIMEOUT_S, PeerHello, encrypt_as_client, prove
 from paceline.comm.security.secret import derive_key, job_secret, require_secret
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.peer_memory.protocol import (
-    CHANNEL,
-    Answer,
-    BeginCopy,
-    Bytes,
-    CacheAddress,
-    Commit,
-    Finish,
-    GetAddress,
-    GetManifest,
-    Inventory,
-    ListCheckpoints,
-    Read,
-    Request,
-    RequestCompleted,
-    RequestRefused,
-    Write,
-    receive_answer,
-    receive_into,
-    send,
-)
+from paceline.train.checkpoint.peer_memory import protocol
 from paceline.train.elastic.failpoints import failpoint
 
+A = TypeVar("A", bound=protocol.Answer)
 _UNIX = "unix:"
 _TIMEOUT_S = 60.0  # maximum time for the launcher to respond or to accept bytes
 
@@ -53,16 +35,14 @@ class CacheClient:
         """Disconnects. The cache then drops unfinished files."""
         self._connection.close()
 
-    def listen(self) -> CacheAddress:
+    def listen(self) -> protocol.CacheAddress:
         """Returns the identity of the cache, and its address for other hosts."""
-        answer = self._ask(GetAddress())
-        assert isinstance(answer, CacheAddress)
-        return answer
+        return self._ask(protocol.GetAddress(), protocol.CacheAddress)
 
-    def begin(self, wanted: BeginCopy) -> None:
+    def begin(self, wanted: protocol.BeginCopy) -> None:
         """Announces a checkpoint and the number of bytes that will be written."""
         failpoint("copies.begin")
-        self._require_done(wanted)
+        self._ask(wanted, protocol.RequestCompleted)
 
     def write(self, root: str, token: str, file: str, views: Sequence[memoryview]) -> None:
         """Appends bytes to a file without waiting for a response. Errors are raised by `finish`."""
@@ -70,53 +50,49 @@ class CacheClient:
         nbytes = sum(view.nbytes for view in views)
         self._totals[file] = self._totals.get(file, 0) + nbytes
         with self._reaching():
-            send(self._connection, Write(root, token, file, nbytes), [view for view in views if view.nbytes])
+            protocol.send(
+                self._connection, protocol.Write(root, token, file, nbytes), [view for view in views if view.nbytes]
+            )
 
     def finish(self, root: str, token: str, file: str) -> None:
         """Completes a file, and returns when the cache has all of it."""
         failpoint("copies.finish")
-        self._require_done(Finish(root, token, file, self._totals.pop(file, 0)))
+        self._ask(protocol.Finish(root, token, file, self._totals.pop(file, 0)), protocol.RequestCompleted)
 
     def commit(
         self, root: str, token: str, manifest: bytes, files: Mapping[str, int], vaults: Mapping[str, str]
     ) -> None:
         """Sends the manifest, which completes the checkpoint."""
         failpoint("copies.commit")
-        self._require_done(Commit(root, token, files, vaults, len(manifest)), [manifest])
+        commit = protocol.Commit(root, token, files, vaults, len(manifest))
+        self._ask(commit, protocol.RequestCompleted, [manifest])
 
-    def look(self, root: str) -> Inventory:
+    def look(self, root: str) -> protocol.Inventory:
         """Returns the inventory of the cache for one root."""
-        answer = self._ask(ListCheckpoints(root))
-        assert isinstance(answer, Inventory)
-        return answer
+        return self._ask(protocol.ListCheckpoints(root), protocol.Inventory)
 
     def manifest(self, root: str, token: str) -> bytes:
         """Returns the manifest of a checkpoint."""
-        answer = self._ask(GetManifest(root, token))
-        assert isinstance(answer, Bytes)
+        answer = self._ask(protocol.GetManifest(root, token), protocol.Bytes)
         data = bytearray(answer.nbytes)
         with self._reaching():
-            receive_into(self._connection, memoryview(data))
+            protocol.receive_into(self._connection, memoryview(data))
         return bytes(data)
 
     def read_into(self, root: str, token: str, file: str, offset: int, buffer: memoryview) -> int:
         """Fills a buffer from a byte offset in a file; returns the number of bytes read."""
-        answer = self._ask(Read(root, token, file, offset, len(buffer)))
-        assert isinstance(answer, Bytes)
+        answer = self._ask(protocol.Read(root, token, file, offset, len(buffer)), protocol.Bytes)
         with self._reaching():
-            receive_into(self._connection, buffer[: answer.nbytes])
+            protocol.receive_into(self._connection, buffer[: answer.nbytes])
         return answer.nbytes
 
-    def _require_done(self, request: Request, views: Sequence[bytes] = ()) -> None:
-        answer = self._ask(request, views)
-        assert isinstance(answer, RequestCompleted)
-
-    def _ask(self, request: Request, views: Sequence[bytes] = ()) -> Answer:
+    def _ask(self, request: protocol.Request, kind: type[A], views: Sequence[bytes] = ()) -> A:
         with self._reaching():
-            send(self._connection, request, views)
-            answer = receive_answer(self._connection)
-        if isinstance(answer, RequestRefused):
+            protocol.send(self._connection, request, views)
+            answer = protocol.receive_answer(self._connection)
+        if isinstance(answer, protocol.RequestRefused):
             raise CheckpointError(f"the launcher at {self.name} keeps no copy: {answer.reason}")
+        assert isinstance(answer, kind)
         return answer
 
     @contextlib.contextmanager
@@ -147,7 +123,7 @@ def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
         if plain.family != socket.AF_UNIX:
             require_secret(plain.getpeername()[0], secret)
         connection = encrypt_as_client(plain, secret, TIMEOUT_S)
-        prove(connection, derive_key(secret, CHANNEL), PeerHello(CHANNEL))
+        prove(connection, derive_key(secret, protocol.CHANNEL), PeerHello(protocol.CHANNEL))
         connection.settimeout(_TIMEOUT_S)
     except BaseException:
         plain.close()

@@ -33,7 +33,17 @@ ENTRY = TensorEntry("F32", (2, 3), (PIECE,))
 
 PART = RankPart(0, {PIECE.file: FileEntry(88, 64, "1" * 32)}, {"w": ENTRY})
 
-MANIFEST = Manifest(7, 3, "ab", 1, 1.5, "0.1.0", PART.files, PART.tensors, {"a": [1, {"$tuple": []}]})
+MANIFEST = Manifest(
+    step=7,
+    sequence=3,
+    token="ab",
+    world_size=1,
+    written_at_s=1.5,
+    paceline="0.1.0",
+    files=PART.files,
+    tensors=PART.tensors,
+    values={"a": [1, {"$tuple": []}]},
+)
 
 
 def test_a_manifest_comes_back_as_it_was():
