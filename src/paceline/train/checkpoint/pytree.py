@@ -7,9 +7,10 @@ loading, `with_classes_of` converts such a value to the class that it has in the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -164,6 +165,13 @@ def with_classes_of(value: Any, like: Any) -> Any:
     if isinstance(value, str) and isinstance(like, torch.device):
         return torch.device(value)
     return value
+
+
+@contextlib.contextmanager
+def copying_into(targets: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Permits copies into tensors in a `with` block, even into leaves of a graph and tensors made in inference mode."""
+    with torch.inference_mode(any(target.is_inference() for target in targets)), torch.no_grad():
+        yield
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from paceline.train.checkpoint.format.regions import Flat, Region, copies, count
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE
 from paceline.train.checkpoint.format.values import SEPARATOR, TensorRef, decode, of_rank, unescaped
 from paceline.train.checkpoint.host_disks import AbsentCheckpoint
-from paceline.train.checkpoint.pytree import memory_with, put_together, type_of
+from paceline.train.checkpoint.pytree import copying_into, memory_with, put_together, type_of
 from paceline.train.checkpoint.rank_channel import (
     CollectiveChannel,
     GroupChannel,
@@ -145,7 +145,7 @@ class LoadPlan:
         read = self.region(known, region, by_all=by_all)
 
         def copy() -> None:
-            with torch.no_grad():
+            with copying_into([target]):
                 target.copy_(read.view(target.shape))
 
         self.add_finalizer(copy)

@@ -23,7 +23,7 @@ from paceline.train.checkpoint.captured_state import (
 from paceline.train.checkpoint.foreign.foreign_file import ForeignCheckpoint, state_of
 from paceline.train.checkpoint.format.values import SEPARATOR, escaped, join, some, unescaped
 from paceline.train.checkpoint.optimizers import Numbering, own_groups, own_state_dict
-from paceline.train.checkpoint.pytree import with_classes_of
+from paceline.train.checkpoint.pytree import copying_into, with_classes_of
 from paceline.train.checkpoint.read import LoadPlan, number_of
 from paceline.train.checkpoint.shard_layout import (
     LoadTargets,
@@ -93,7 +93,8 @@ class StateRestorer:
             self._targets.require(name, value)
             self._plan.into(name, value)
         elif isinstance(value, Stateful):
-            self._request_object(name, value)
+            tree = self._plan.tree(name)
+            self._plan.add_finalizer(lambda: value.load_state_dict(with_classes_of(tree(), value.state_dict())))
         else:
             tree = self._plan.tree(name)
 
@@ -102,10 +103,6 @@ class StateRestorer:
                 state[key] = with_classes_of(tree(), value)
 
             self._plan.add_finalizer(replace)
-
-    def _request_object(self, name: str, value: Stateful) -> None:
-        tree = self._plan.tree(name)
-        self._plan.add_finalizer(lambda: value.load_state_dict(with_classes_of(tree(), value.state_dict())))
 
     def _request_module(self, name: str, module: nn.Module) -> None:
         sharded = sharded_parameters_of(module)
@@ -278,7 +275,7 @@ class OptimizerRestorer:
 
 def _fill_later(plan: LoadPlan, part: RunPart, run: torch.Tensor, read: torch.Tensor) -> None:
     def fill() -> None:
-        with torch.no_grad():
+        with copying_into([run]):
             part.fill(run, read)
 
     plan.add_finalizer(fill)
@@ -303,19 +300,19 @@ def load_foreign(
     reads
     the entire checkpoint, and loads its part of a divided model.
     """
-    tree = state_of(foreign)
+    tree, where = state_of(foreign), f"{foreign.path} ({foreign.kind})"
     modules = [name for name, value in state.items() if module_of(value) is not None]
     if isinstance(tree, Mapping) and not set(tree) & set(state) and len(modules) == 1:
         tree = {modules[0]: tree}
     if not isinstance(tree, Mapping):
-        raise CheckpointError(f"{foreign.path} ({foreign.kind}) holds a {type(tree).__name__}; load needs a dict")
-    _adopt_all(state, tree, foreign, numberings, strict)
+        raise CheckpointError(f"{where} holds a {type(tree).__name__}; load needs a dict")
+    _adopt_all(state, tree, where, numberings, strict)
 
 
 def _adopt_all(
     state: TrainingState,
     tree: Mapping[Any, Any],
-    foreign: ForeignCheckpoint,
+    where: str,
     numberings: Mapping[str, Numbering],
     strict: bool,
     within: str = "",
@@ -325,27 +322,27 @@ def _adopt_all(
         if name not in tree:
             if strict and not may_be_missing(value):
                 raise CheckpointError(
-                    f"{foreign.path} ({foreign.kind}) has no {name!r}; it has {', '.join(map(repr, tree))}. Leave it "
-                    "out of the state, or pass strict=False"
+                    f"{where} has no {name!r}; it has {', '.join(map(repr, tree))}. Leave it out of the state, or pass "
+                    "strict=False"
                 )
             continue
         module, found = module_of(value), tree[name]
         require_fit(full, module, value)
         if not isinstance(found, Mapping) and _needs_dict(value, module):
             raise CheckpointError(
-                f"{full!r} is a {type(value).__name__} here, and a {type(found).__name__} in {foreign.path} "
-                f"({foreign.kind}); load it into an object of the saved type"
+                f"{full!r} is a {type(value).__name__} here, and a {type(found).__name__} in {where}; load it into an "
+                "object of the saved type"
             )
         if module is not None:
             if not all(isinstance(key, str) for key in found):
                 kind = next(type(key).__name__ for key in found if not isinstance(key, str))
                 raise CheckpointError(
-                    f"{full!r} is a module here, but in {foreign.path} ({foreign.kind}) it is a dict with a key "
-                    f"of type {kind}; load it into None to get the saved value"
+                    f"{full!r} is a module here, but in {where} it is a dict with a key of type {kind}; load it into "
+                    "None to get the saved value"
                 )
             _adopt_module(full, module, found, strict)
         elif isinstance(value, dict) and holds_objects(value):
-            _adopt_all(value, found, foreign, numberings, strict, full)
+            _adopt_all(value, found, where, numberings, strict, full)
         elif isinstance(value, Optimizer) and is_divided(value):
             load_optimizer(value, own_state_dict(full, found, value, numberings.get(full)))
         elif isinstance(value, Stateful):
@@ -353,25 +350,25 @@ def _adopt_all(
             needs_ranks = hasattr(value, "consolidate_state_dict")
             value.load_state_dict(found if needs_ranks else with_classes_of(found, value.state_dict()))
         elif isinstance(value, torch.Tensor):
-            _adopt_tensor(full, value, found, foreign)
+            _adopt_tensor(full, value, found, where)
         else:
             assert isinstance(state, dict)
             state[name] = with_classes_of(found, value)
 
 
-def _adopt_tensor(name: str, tensor: torch.Tensor, found: object, foreign: ForeignCheckpoint) -> None:
+def _adopt_tensor(name: str, tensor: torch.Tensor, found: object, where: str) -> None:
     if not isinstance(found, torch.Tensor):
         raise CheckpointError(
-            f"{name!r} is a tensor here, and a {type(found).__name__} in {foreign.path} ({foreign.kind}); load it into "
-            "None to get the saved value"
+            f"{name!r} is a tensor here, and a {type(found).__name__} in {where}; load it into None to get the saved "
+            "value"
         )
     if found.shape != tensor.shape:
         raise CheckpointError(
-            f"{name!r} has the shape {list(found.shape)} in {foreign.path} ({foreign.kind}), but {list(tensor.shape)} "
-            "here; load it into None to get the saved value"
+            f"{name!r} has the shape {list(found.shape)} in {where}, but {list(tensor.shape)} here; load it into None "
+            "to get the saved value"
         )
     LoadTargets().require(name, tensor)
-    with torch.no_grad():
+    with copying_into([tensor]):
         tensor.copy_(found)
 
 
@@ -395,10 +392,15 @@ def _adopt_module(name: str, module: nn.Module, found: Mapping[str, Any], strict
         else:
             own_keys = {uncompiled_key(module, key): key for key in module.state_dict(keep_vars=True)}
             found = _renamed(found, lambda key: own_keys.get(key, key))
-        targets = LoadTargets()
-        for key, value in module.state_dict(keep_vars=True).items():
-            if key in found and isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value):
-                targets.require(join(name, key), value)
+        targets = {
+            key: value
+            for key, value in module.state_dict(keep_vars=True).items()
+            if key in found and isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
+        }
+        checked = LoadTargets()
+        for key, value in targets.items():
+            checked.require(join(name, key), value)
+        contexts.enter_context(copying_into(targets.values()))
         module.load_state_dict(found, strict=strict)
 
 
@@ -412,7 +414,6 @@ def _renamed(found: Mapping[str, Any], to: Callable[[str], str]) -> Mapping[str,
 def _own_part(module: nn.Module, found: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     """Returns this rank's part of the `state_dict` of an undivided model, keyed by this rank's names."""
     own: dict[str, Any] = module.state_dict(keep_vars=True)
-    names = {key: key_in_whole(module, key) for key in own}
     expected = keys_in_whole(module)
     if strict and expected != found.keys():
         raise CheckpointError(
@@ -421,7 +422,7 @@ def _own_part(module: nn.Module, found: Mapping[str, Any], strict: bool) -> dict
         )
     parts = {}
     for key, value in own.items():
-        if (name := names[key]) in found:
+        if (name := key_in_whole(module, key)) in found:
             saved = found[name]
             parts[key] = ShardLayout.of(value).part_of_saved(saved, name) if isinstance(value, torch.Tensor) else saved
     return parts

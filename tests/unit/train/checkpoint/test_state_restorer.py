@@ -209,6 +209,19 @@ def test_views_and_tensors_of_any_layout_are_loaded_in_place(tmp_path: Path) -> 
         assert quantized.dequantize().equal(saved)
 
 
+def test_tensors_made_in_inference_mode_are_loaded(tmp_path: Path) -> None:
+    model, x = nn.Linear(3, 2), torch.arange(6.0).view(2, 3)
+    dist.save({"model": model, "x": x}, tmp_path / "ours")
+    torch.save({"model": model.state_dict(), "x": x}, tmp_path / "theirs.pt")
+    for path in ("ours", "theirs.pt"):
+        for dtype in (torch.float32, torch.float64):
+            with torch.inference_mode():
+                state = {"model": nn.Linear(3, 2, dtype=dtype), "x": torch.zeros(2, 3, dtype=dtype)}
+            dist.load(state, tmp_path / path)
+            assert state["x"].tolist() == x.tolist()
+            assert state["model"].weight.tolist() == model.weight.tolist()
+
+
 def test_a_module_on_the_meta_device_is_named(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     dist.save({"model": model}, tmp_path / "ours")
