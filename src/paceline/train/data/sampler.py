@@ -97,19 +97,16 @@ class DistributedSampler(Sampler[int]):
         middle = len(indices) // 2
         yield from indices[:middle]
         if indices:
-            self._count_a_pass()
-        yield from indices[middle:]
-
-    def _count_a_pass(self) -> None:
-        self._passes += 1
-        if self.shuffle and not self._warned and self._passes > 1:
+            self._passes += 1
+        if indices and self.shuffle and not self._warned and self._passes > 1:
             self._warned = True
             warnings.warn(
                 f"rank {self.rank}: DistributedSampler goes through its samples again, in the order of epoch "
                 f"{self.epoch} as before. Call sampler.set_epoch(epoch) before each epoch to shuffle them differently; "
                 "if the same order is intended, as for evaluation, create it with shuffle=False",
-                stacklevel=3,
+                stacklevel=2,
             )
+        yield from indices[middle:]
 
 
 def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from sampling import examples
 from threads_group import ThreadGroup, ThreadMesh
 
 import paceline as dist
-from paceline.train.checkpoint.format import root as root_module
+from paceline.train.checkpoint.format.local_storage import LocalStorage
 from paceline.train.checkpoint.format.root import Root
 from paceline.train.checkpoint.host_disks import Disks, found_disks
 from paceline.train.checkpoint.rank_channel import GroupChannel
@@ -120,14 +120,14 @@ def test_without_a_host_the_newest_that_is_whole_is_taken(tmp_path, capfd):
 def test_a_host_that_cannot_publish_fails_the_save_everywhere(tmp_path, monkeypatch):
     expected = whole_state(tmp_path)
     saved(tmp_path, "aabb", LAYOUTS[0], step=1)
-    publish = root_module.publish
+    rename = LocalStorage.rename
 
-    def refuse(place: Any, *others: Any) -> None:
-        if place.describe().endswith("b"):
+    def refuse(storage: LocalStorage, old: str, new: str) -> None:
+        if storage.describe().endswith("b"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        publish(place, *others)
+        rename(storage, old, new)
 
-    monkeypatch.setattr(root_module, "publish", refuse)
+    monkeypatch.setattr(LocalStorage, "rename", refuse)
 
     def program(world: ThreadGroup, groups: list[ThreadGroup]) -> None:
         path = hosts_of(tmp_path, "aabb")[world.rank()]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -25,29 +24,6 @@ from paceline.train.checkpoint.pytree import CircularTreeError, TensorInfo, info
 
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"  # first byte of files written by torch.save before torch 1.6, and of some safetensors files
-
-
-class ForeignCheckpoint(Protocol):
-    """A state saved by another library."""
-
-    @property
-    def path(self) -> str:
-        """The path of the checkpoint."""
-
-    @property
-    def kind(self) -> str:
-        """The kind of checkpoint, for error messages."""
-
-    @property
-    def tree(self) -> object:
-        """The state as nested dicts, lists and tuples of plain values, with a `TensorRef` for each tensor."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """The dtypes and shapes of the tensors, by name."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the CPU. The tensor may be mapped from the file, so it must not be modified."""
 
 
 def state_of(foreign: ForeignCheckpoint) -> object:
@@ -150,6 +126,18 @@ class TorchFile:
     def read(self, name: str) -> torch.Tensor:
         """Returns a tensor on the CPU."""
         return self._tensors[name].detach()
+
+
+ForeignCheckpoint: TypeAlias = SafetensorsFile | TorchFile | DcpDirectory
+"""A state saved by another library.
+
+Attributes:
+    path: the path of the checkpoint.
+    kind: the kind of checkpoint, for error messages.
+    tree: the state as nested dicts, lists and tuples of plain values, with a `TensorRef` for each tensor.
+    tensors: the dtypes and shapes of the tensors, by name.
+    read: a method that returns a tensor on the CPU. The tensor may be mapped from the file, so it must not be modified.
+"""
 
 
 def _load(path: Path) -> object:

@@ -205,7 +205,8 @@ class _Blocks:
     """Reads the blocks of one piece in order. Caches a block if only a part of it is needed."""
 
     def __init__(self, checkpoint: Checkpoint, tensor: str, piece: Piece, nbytes: int) -> None:
-        self._checkpoint, self._tensor, self._piece = checkpoint, tensor, piece
+        self._checkpoint, self._piece = checkpoint, piece
+        self._what = f"of the tensor {tensor}"
         self._nbytes = nbytes
         self._size = checkpoint.manifest.block_nbytes
         self._kept: tuple[int, memoryview] | None = None
@@ -247,16 +248,12 @@ class _Blocks:
 
     def _read(self, index: int, buffer: memoryview) -> None:
         offset = self._piece.at + index * self._size
-        self._checkpoint.read_bytes(self._piece.file, offset, buffer, self._what())
+        self._checkpoint.read_bytes(self._piece.file, offset, buffer, self._what)
         if index >= len(self._piece.digests) or digest_of(buffer) != self._piece.digests[index]:
             raise CheckpointDamagedError(
                 f"{self._checkpoint.describe(self._piece.file)} was changed: bytes {offset:,} to "
-                f"{offset + len(buffer):,}, "
-                f"{self._what()}, are not those that were written"
+                f"{offset + len(buffer):,}, {self._what}, are not those that were written"
             )
-
-    def _what(self) -> str:
-        return f"of the tensor {self._tensor}"
 
 
 def export(

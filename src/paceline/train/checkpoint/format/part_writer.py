@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, TypeVar
@@ -19,7 +20,7 @@ from paceline.train.checkpoint.format.manifest import (
 )
 from paceline.train.checkpoint.format.regions import Flat, Region, TensorBlock, count, fault_of, whole
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, StoredTensor, header_of, nbytes_of
-from paceline.train.checkpoint.format.storage import OutputFile, WritableStorage, check_room, storage_error, who
+from paceline.train.checkpoint.format.storage import WritableStorage, check_room, storage_error, who
 
 Data: TypeAlias = "bytes | bytearray | memoryview"
 Progress: TypeAlias = Callable[[int, int], None]
@@ -118,9 +119,9 @@ def write_part(
     done = 0
     for number, members in enumerate(in_files(pieces, split_nbytes)):
         name = f"rank_{rank:05d}_{number:03d}.safetensors"
-        stream = _Stream(storage, f"{draft.directory}/{name}", rank, done, total, progress)
-        files[name] = _write_file(stream, name, members, found)
-        done = stream.done
+        with contextlib.closing(_Stream(storage, f"{draft.directory}/{name}", rank, done, total, progress)) as stream:
+            files[name] = _write_file(stream, name, members, found)
+            done = stream.done
     try:
         storage.sync_directory(draft.directory)
     except OSError as error:
@@ -130,14 +131,13 @@ def write_part(
 
 def _write_file(stream: _Stream, name: str, pieces: list[WriteItem], found: dict[str, TensorEntry]) -> FileEntry:
     header, stored_tensors = header_of([(piece.key, piece.dtype, piece.stored_shape) for piece in pieces])
-    with stream:
-        stream.add(memoryview(header), is_data=False)
-        for piece, stored in zip(pieces, stored_tensors, strict=True):
-            digests = _write_piece(stream, piece, stored)
-            written = Piece.of(name, piece.key, stored.offset, piece.region, digests)
-            entry = found.setdefault(piece.name, TensorEntry(piece.dtype, piece.shape, ()))
-            found[piece.name] = replace(entry, pieces=(*entry.pieces, written))
-        stream.finish()
+    stream.add(memoryview(header), is_data=False)
+    for piece, stored in zip(pieces, stored_tensors, strict=True):
+        digests = _write_piece(stream, piece, stored)
+        written = Piece.of(name, piece.key, stored.offset, piece.region, digests)
+        entry = found.setdefault(piece.name, TensorEntry(piece.dtype, piece.shape, ()))
+        found[piece.name] = replace(entry, pieces=(*entry.pieces, written))
+    stream.finish()
     nbytes = len(header) + sum(piece.nbytes for piece in pieces)
     return FileEntry(nbytes, len(header), digest_of(header))
 
@@ -168,21 +168,14 @@ class _Stream:
         self.done = done
         self._storage, self._name, self._rank = storage, name, rank
         self._total, self._progress = total, progress
-        self._file: OutputFile | None = None
         self._pending: list[memoryview] = []
         self._pending_nbytes = 0
         self._borrows = False  # whether any pending block is in the caller's memory
+        with self._refusing("make"):
+            self._file = storage.create(name)
 
-    def __enter__(self) -> _Stream:
-        try:
-            self._file = self._storage.create(self._name)
-        except OSError as error:
-            raise storage_error("make", self._storage, self._name, error, rank=self._rank) from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+    def close(self) -> None:
+        self._file.close()
 
     def add(self, block: memoryview, *, is_data: bool = True) -> None:
         """Writes a block, immediately or together with later blocks. The block must not change before `release`."""
@@ -205,20 +198,18 @@ class _Stream:
     def finish(self) -> None:
         """Writes pending blocks and makes the file durable."""
         self._flush()
-        assert self._file is not None
-        try:
+        with self._refusing("write"):
             self._file.commit()
-        except OSError as error:
-            raise self._refused(error) from error
 
     def _flush(self) -> None:
-        assert self._file is not None
         views, self._pending, self._pending_nbytes, self._borrows = self._pending, [], 0, False
-        try:
+        with self._refusing("write"):
             self._file.write(views)
-        except OSError as error:
-            raise self._refused(error) from error
 
-    def _refused(self, error: OSError) -> CheckpointError:
-        progress = f"after {self.done:,} of this rank's {self._total:,} bytes"
-        return storage_error("write", self._storage, self._name, error, rank=self._rank, progress=progress)
+    @contextlib.contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            how_far = f"after {self.done:,} of this rank's {self._total:,} bytes" if what == "write" else ""
+            raise storage_error(what, self._storage, self._name, error, rank=self._rank, progress=how_far) from error

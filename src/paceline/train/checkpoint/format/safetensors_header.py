@@ -62,8 +62,9 @@ def header_of(
     for key, dtype, shape in tensors:
         if key in members:
             raise ValueError(f"two tensors would have the key {key!r} in one file; give one of them another name")
-        stored, stored_shape = as_stored(dtype, shape)
-        begin, end = end, end + nbytes_of(dtype, shape)
+        nbytes = nbytes_of(dtype, shape)
+        stored, stored_shape = ("U8", (nbytes,)) if dtype in _STORED_AS_BYTES else (dtype, shape)
+        begin, end = end, end + nbytes
         members[key] = {"dtype": stored, "shape": stored_shape, "data_offsets": (begin, end)}
     text = msgspec.json.encode(members)
     alignment = _PAGE_NBYTES if end >= _LARGE_NBYTES else _ALIGNMENT
@@ -131,8 +132,3 @@ def is_shape(shape: tuple[int, ...]) -> bool:
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Returns the size of a tensor in bytes."""
     return ITEMSIZE[dtype] * prod(shape)
-
-
-def as_stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and shape in which a tensor is stored, so that every version of safetensors can read it."""
-    return ("U8", (nbytes_of(dtype, shape),)) if dtype in _STORED_AS_BYTES else (dtype, shape)
