@@ -275,7 +275,7 @@ def _synchronized_parameters(values: Iterable[object]) -> set[int]:
 def entries(state: TrainingState, name: str = "", enclosing: Enclosing = _NO_NAMES) -> Iterator[tuple[str, Any]]:
     """Yields the objects and values in a state with their names, including those in dicts and in an ElasticState.
 
-    `name` is the name of this state within the whole state, and `enclosing` are the dicts that hold it.
+    `name` is the name of this state within the whole state, and `enclosing` contains the dicts that hold it.
     """
     if not isinstance(state, Mapping):
         raise TypeError(

@@ -154,8 +154,8 @@ def load_newest(
 ) -> tuple[LoadResult, Mapping[str, str]] | None:
     """Loads the newest undamaged checkpoint into `state`; returns None if there is no checkpoint.
 
-    Also returns the faults of the newer checkpoints that were skipped, by name, or by token if `disks` is given. A
-    checkpoint that is complete but does not match `state` is an error.
+    Also returns the faults of the newer checkpoints that were skipped, by name, or by token if `disks` is given. Raises
+    CheckpointError if there are checkpoints but none is complete, or the newest complete one does not match `state`.
     """
     damaged: dict[str, str] = {}
     if disks is None:

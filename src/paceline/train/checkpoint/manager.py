@@ -220,7 +220,8 @@ class CheckpointManager:
             BACKGROUND.finish()
         except _OF_LOST_WORKERS:
             with contextlib.suppress(*_OF_LOST_WORKERS):
-                self._write_again()
+                if self._saved == self._latest[0]:  # the step should have been saved
+                    self._write_missing()
 
     def _agree(self, step: int, channel: CollectiveChannel) -> tuple[bool, bool]:
         """Returns whether a checkpoint is due on any rank, and whether any rank has received SIGTERM."""
@@ -304,16 +305,17 @@ class CheckpointManager:
         """Saves the latest step on this worker alone before all workers exit. Every worker has the entire state."""
         with contextlib.suppress(*_OF_LOST_WORKERS):
             BACKGROUND.finish()
-        step, state = self._latest
-        if not self._is_saved(step):
-            self._write(step, state, SingleRank(), asynchronous=False, may_copy=False)
+        step, _ = self._latest
+        if self._write_missing():
             sys.stderr.write(f"paceline: the job is stopping; the checkpoint of step {step} is in {self._where()}\n")
 
-    def _write_again(self) -> None:
-        """Writes the latest step on this worker alone if it should have been saved but has no checkpoint."""
+    def _write_missing(self) -> bool:
+        """Writes the latest step on this worker alone if it has no checkpoint; returns whether it had none."""
         step, state = self._latest
-        if self._saved == step and not self._is_saved(step):
+        is_missing = not self._is_saved(step)
+        if is_missing:
             self._write(step, state, SingleRank(), asynchronous=False, may_copy=False)
+        return is_missing
 
     def _is_saved(self, step: int) -> bool:
         """Returns True if a checkpoint of the step exists or another worker is writing one."""

@@ -223,7 +223,6 @@ class _CacheReader:
         return self._own_vault in self._found.holders[file]
 
     def opened(self, root: str) -> Checkpoint:
-        """Opens the checkpoint."""
         try:
             manifest = self._client(self._found.describers).manifest(root, self._found.token)
         except _UNREACHABLE as error:

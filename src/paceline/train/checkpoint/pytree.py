@@ -85,7 +85,7 @@ Enclosing: TypeAlias = Mapping[int, str]
 
 
 def enclosed(name: str, container: object, enclosing: Enclosing) -> Enclosing:
-    """Returns `enclosing` with the container `name` added, or raises CircularTreeError if it contains itself."""
+    """Returns `enclosing` with the container `name` added; raises CircularTreeError if that contains itself."""
     outer = enclosing.get(id(container))
     if outer is not None:
         kind = type(container).__name__

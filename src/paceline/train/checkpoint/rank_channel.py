@@ -11,7 +11,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -28,25 +28,6 @@ _VALUE, _DIED = b"+", b"-"
 _CHECK_S = 0.5  # interval between liveness checks on a rank whose key is still missing
 _LAST_WAIT_S = 10.0  # maximum time that rank 0 waits for the other ranks to read its last key
 T = TypeVar("T")
-
-
-class RankChannel(Protocol):
-    """Exchanges bytes between ranks, which must all call the methods in the same order.
-
-    Error messages call this rank `me`.
-    """
-
-    rank: int
-    size: int
-    me: str
-
-    def gather(self, mine: bytes) -> list[bytes]:
-        """Gathers the bytes of all ranks on rank 0; returns an empty list on the other ranks."""
-        ...
-
-    def broadcast(self, data: bytes) -> bytes:
-        """Sends the bytes of rank 0 to all ranks, and returns them."""
-        ...
 
 
 class SingleRank:
@@ -150,7 +131,7 @@ def results_of_all(work: Callable[[], bytes | None], channel: CollectiveChannel)
 
 
 def exchanged(work: Callable[[], T], kind: type[T], channel: CollectiveChannel) -> list[T]:
-    """Does the same as `results_of_all` with results that JSON can represent, for example of the type `list[str]`."""
+    """Does the same as `results_of_all` for results that JSON can represent."""
     answers = results_of_all(lambda: msgspec.json.encode(work()), channel)
     return [msgspec.json.decode(answer, type=kind) for answer in answers]
 
@@ -270,6 +251,10 @@ class StoreChannel:
             yield
         except StoreError as error:
             raise CheckpointError(f"{self._incomplete('the ranks could not communicate')}. {error}") from error
+
+
+RankChannel: TypeAlias = CollectiveChannel | StoreChannel
+"""A channel on which all ranks call `gather` and `broadcast` in the same order. Error messages call this rank `me`."""
 
 
 def background_channel(channel: GroupChannel, token: str) -> StoreChannel:

@@ -25,7 +25,7 @@ from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.manifest import BLOCK_NBYTES
 from paceline.train.checkpoint.format.regions import Flat, Region, copies, count, count_common, whole
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE
-from paceline.train.checkpoint.format.values import SEPARATOR, TensorRef, decode, of_rank, unescaped
+from paceline.train.checkpoint.format.values import SEPARATOR, TensorRef, decode, first_key, of_rank, unescaped
 from paceline.train.checkpoint.host_disks import AbsentCheckpoint
 from paceline.train.checkpoint.pytree import copying_into, memory_with, put_together, type_of
 from paceline.train.checkpoint.rank_channel import (
@@ -92,7 +92,7 @@ class LoadPlan:
 
     def top_names(self) -> list[str]:
         """Returns the top-level names of the saved state."""
-        return sorted({name.partition(SEPARATOR)[0].partition("@")[0] for name in self._names})
+        return sorted(set(map(first_key, self._names)))
 
     def add_finalizer(self, work: Callable[[], None]) -> None:
         """Adds a function that `finish` calls."""
@@ -186,8 +186,7 @@ class LoadPlan:
         return lambda: put_together(value, tensors.__getitem__)
 
     def _parts(self, name: str, by_all: bool) -> Callable[[], dict[object, Any]]:
-        keys = {rest.partition(SEPARATOR)[0].partition("@")[0] for rest in self.names_below(name)}
-        inner = {key: f"{name}{SEPARATOR}{key}" for key in sorted(keys)}
+        inner = {key: f"{name}{SEPARATOR}{key}" for key in sorted(set(map(first_key, self.names_below(name))))}
         trees = {key: self.tree(full, by_all=by_all) for key, full in inner.items() if self.has(full)}
         if not trees:
             raise CheckpointError(f"{self.checkpoint.describe()} has no {name!r} for rank {self._rank} of the group")

@@ -251,7 +251,7 @@ class _CachedFile:
         return self._nbytes
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fills a buffer from an offset; an unreachable cache, or one without the file, is a missing file."""
+        """Fills a buffer from an offset; raises FileNotFoundError if the cache is lost or has dropped the file."""
         done = 0
         try:
             while done < len(buffer):

@@ -21,7 +21,7 @@ from paceline.train.checkpoint.captured_state import (
     module_of,
 )
 from paceline.train.checkpoint.foreign.foreign_file import ForeignCheckpoint, state_of
-from paceline.train.checkpoint.format.values import SEPARATOR, escaped, join, some, unescaped
+from paceline.train.checkpoint.format.values import SEPARATOR, escaped, first_key, join, some, unescaped
 from paceline.train.checkpoint.optimizers import Numbering, own_groups, own_state_dict
 from paceline.train.checkpoint.pytree import copying_into, with_classes_of
 from paceline.train.checkpoint.read import LoadPlan, number_of
@@ -135,7 +135,7 @@ class StateRestorer:
 
     def _saved_keys(self, name: str, own: Set[str]) -> dict[str, str]:
         """Maps a module's own keys to its saved keys. The keys differ if a compiled module was saved."""
-        below = {unescaped(_first_part(rest)) for rest in self._plan.names_below(name)}
+        below = {unescaped(first_key(rest)) for rest in self._plan.names_below(name)}
         find = key_finder(own)
         saved = {find(key): key for key in below}
         self._require_names(name, {escaped(key) for key in own}, {escaped(key) for key in saved})
@@ -168,10 +168,6 @@ class StateRestorer:
         path, _, member = key.rpartition(".")
         assert member == "_extra_state"
         self._plan.add_finalizer(lambda: module.get_submodule(path).set_extra_state(tree()))
-
-
-def _first_part(name: str) -> str:
-    return name.partition("@")[0].partition(SEPARATOR)[0]
 
 
 class OptimizerRestorer:

@@ -30,14 +30,9 @@ class IndexedBatches:
     def read(self, count: int, index_of: Callable[[int], int], sharding: BatchSharding) -> Iterator[tuple[Any, int]]:
         """Yields this rank's batches for `count` places; each batch is paired with the place at which its step ends.
 
-        Indices are computed lazily, so the cost of changing the set of ranks does not depend on the length of the
-        epoch.
-
-        Args:
-            count: the number of places.
-            index_of: a function that returns the sample index for a place. It must not reference the owner of this
-                object; see `_UpcomingItems`.
-            sharding: the division of a step.
+        `index_of` returns the sample index for a place. It is called lazily, so the cost of changing the set of ranks
+        does not
+        depend on the length of the epoch. It must not reference the owner of this object; see `_UpcomingItems`.
         """
         self._indices.upcoming = (
             [index_of(place) for place in shard.places] for shard in step_shards(0, count, sharding)
@@ -190,10 +185,6 @@ class StreamReader:
             state in `start`, the dataset's `skip`, or the iterator's `advance`. If none of them exists, the reader
             reads all earlier samples.
         keeps_states: whether bookmarks include the state of the stream.
-
-    Raises:
-        TypeError: a state is needed but the stream provides none, or a method returned an unexpected value.
-        ValueError: the stream ended before `start`.
     """
 
     def __init__(self, dataset: IterableDataset[Any], epoch: int, start: StreamPosition, keeps_states: bool) -> None:
@@ -243,11 +234,7 @@ class StreamReader:
         return self._take_own(sharding, start) if self._advances else self._take_among_all(sharding)
 
     def pick(self, places: tuple[int, ...]) -> list[Any]:
-        """Returns the samples at `places`, which must be in ascending order; skips all other samples.
-
-        Raises:
-            ValueError: the stream ended before the last place.
-        """
+        """Returns the samples at `places`, which must be in ascending order; skips all other samples."""
         samples: list[Any] = []
         for place in places:
             self.skip_samples(place - self.position)

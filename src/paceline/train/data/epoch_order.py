@@ -115,11 +115,7 @@ def step_shards(position: int, length: int, sharding: BatchSharding) -> Iterator
 
 
 def length_of(dataset: Dataset[Any]) -> int:
-    """Returns the length of a dataset; torch's `Dataset` type does not declare `__len__`.
-
-    >>> length_of(range(3))
-    3
-    """
+    """Returns the length of a dataset; torch's `Dataset` type does not declare `__len__`."""
     return len(cast(Sized, dataset))
 
 
@@ -137,7 +133,6 @@ class RemainingSamples:
     returned: tuple[int, ...] = ()
 
     def __len__(self) -> int:
-        """Returns the number of places."""
         return self.length - self.position + len(self.returned)
 
     def place(self, index: int) -> int:

@@ -272,7 +272,6 @@ class StatefulLoader(Generic[Sample]):
         self._reading += 1
 
     def _read(self, sharding: BatchSharding) -> Iterator[ReadBatch]:
-        """Yields this rank's batches in the rest of the epoch."""
         if isinstance(self._batches, StreamBatches):
             start = StreamPosition(self._position) if self._bookmark.state is None else self._bookmark
             request = StepRequest(self._reading, self.epoch, self._position, start, sharding)

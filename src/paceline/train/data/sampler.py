@@ -110,11 +110,7 @@ class DistributedSampler(Sampler[int]):
 
 
 def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Returns `num_replicas` and `rank`; replaces None with the default group's size or rank.
-
-    Raises:
-        ValueError: `num_replicas` is less than 1, or `rank` is not between 0 and `num_replicas` - 1.
-    """
+    """Returns `num_replicas` and `rank`, checked; replaces None with the default group's size or rank."""
     num_replicas = get_world_size() if num_replicas is None else num_replicas
     rank = get_rank() if rank is None else rank
     if num_replicas < 1:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Container, Iterator
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import TypeAlias
@@ -26,10 +27,10 @@ from paceline.train.checkpoint.format.regions import Flat, Region, copies, count
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, header_of, nbytes_of
 from paceline.train.checkpoint.format.storage import (
     InputFile,
-    OutputFile,
     ReadableStorage,
     SharedLock,
     check_room,
+    fault_of_size,
     storage_error,
 )
 
@@ -159,14 +160,10 @@ class Checkpoint:
         return faults
 
     def _fault_of_file(self, name: str) -> str | None:
-        """Returns the fault if a file's size or header differs from that in the manifest, or None."""
         entry = self.manifest.files[name]
         try:
-            nbytes = self._storage.size(self._path(name))
-            if nbytes is None:
-                return f"{self.describe(name)} is missing"
-            if nbytes != entry.nbytes:
-                return f"{self.describe(name)} has {nbytes:,} bytes instead of {entry.nbytes:,}"
+            if (fault := fault_of_size(self._storage, self._path(name), entry.nbytes)) is not None:
+                return fault
             header = bytearray(entry.header_nbytes)
             self.read_bytes(name, 0, memoryview(header), "its header")
         except CheckpointError as error:
@@ -225,7 +222,6 @@ class _Blocks:
             done += size
 
     def faults(self) -> list[str]:
-        """Returns the faults of all blocks, up to the first block that cannot be read."""
         found: list[str] = []
         for index in range(max(-(-self._nbytes // self._size), 1)):
             try:
@@ -277,7 +273,12 @@ def export(
         storage.make_directory("")
         with contextlib.closing(storage.create(written)) as file:
             file.write([memoryview(header)])
-            _copy(checkpoint, ascending, file, total, progress)
+            done = 0
+            for data in chain.from_iterable(_chunks(checkpoint, name) for name in ascending):
+                file.write([memoryview(data)])
+                done += len(data)
+                if progress is not None:
+                    progress(done, total)
             file.commit()
         storage.rename(written, path.name)
         storage.sync_directory("")
@@ -286,16 +287,6 @@ def export(
     finally:
         storage.remove(written)  # the temporary file still exists only after an error
     return len(header) + total
-
-
-def _copy(checkpoint: Checkpoint, names: list[str], file: OutputFile, total: int, progress: Progress | None) -> None:
-    done = 0
-    for name in names:
-        for data in _chunks(checkpoint, name):
-            file.write([memoryview(data)])
-            done += len(data)
-            if progress is not None:
-                progress(done, total)
 
 
 def _chunks(checkpoint: Checkpoint, name: str) -> Iterator[bytearray]:

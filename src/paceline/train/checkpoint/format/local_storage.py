@@ -66,8 +66,9 @@ class LocalStorage:
             return []
 
     def size(self, name: str) -> int | None:
-        """Returns the size of a file in bytes, or None if it does not exist; a link or a pipe raises
-        CheckpointDamagedError.
+        """Returns the size of a file in bytes, or None if it does not exist.
+
+        Raises CheckpointDamagedError for a link, a pipe, or anything else that is not a regular file.
         """
         try:
             return status_of(self.path / name).st_size
@@ -386,7 +387,7 @@ def open_regular(path: str | os.PathLike[str], *, follows: bool = False) -> int:
 
 
 def status_of(path: str | os.PathLike[str], *, follows: bool = False) -> os.stat_result:
-    """Returns the status of a regular file; anything else at the path raises CheckpointDamagedError.
+    """Returns the status of a regular file; raises CheckpointDamagedError for anything else at the path.
 
     If `follows` is set, the path may be a symbolic link to a regular file, which is permitted for paths given by users.
     """

@@ -436,7 +436,6 @@ def read_summary(storage: ReadableStorage, directory: str) -> Summary:
 
 
 def _text_of(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
-    """Returns the content of the manifest file, and its name for error messages."""
     name = f"{directory}/{FILE}" if directory else FILE
     try:
         return read_file(storage, name, _MOST_NBYTES, end=_END), storage.describe(name)
@@ -449,7 +448,7 @@ def _text_of(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
 def read_file(storage: ReadableStorage, name: str, most_nbytes: int, *, end: bytes = b"") -> bytes:
     """Returns the content of a file that fits into memory and has at most `most_nbytes` bytes.
 
-    If the file is large, its last bytes are first compared with `end`, which are those of a complete file.
+    If the file is large, checks first that it ends with `end`, as a complete file does.
     """
     file = storage.open(name)
     with contextlib.closing(file):

@@ -103,11 +103,10 @@ def write_part(
 ) -> RankPart:
     """Writes a rank's pieces, and returns when they are durable.
 
-    The rank determines the file names, and a new file is begun when one would exceed `split_nbytes`. After each chunk
-    of at
-    most 8 MiB, `progress` is called with the number of bytes written and the total number of bytes. It may raise an
-    error
-    to stop the write.
+    The rank determines the file names. Pieces with which a file would exceed `split_nbytes` are written to a new file.
+    After each chunk of at most 8 MiB, `progress` is called with the number of bytes written and the total number of
+    bytes.
+    It may raise an error to stop the write.
     """
     for piece in pieces:
         if (fault := fault_of(piece.region, piece.shape)) is not None:
@@ -196,7 +195,6 @@ class _Stream:
             self._flush()
 
     def finish(self) -> None:
-        """Writes pending blocks and makes the file durable."""
         self._flush()
         with self._refusing("write"):
             self._file.commit()

@@ -26,7 +26,6 @@ from paceline.train.checkpoint.format.manifest import (
     Draft,
     Manifest,
     RankPart,
-    Summary,
     draft_of,
     is_name,
     manifest_to_bytes,
@@ -34,7 +33,7 @@ from paceline.train.checkpoint.format.manifest import (
     read_file,
     read_summary,
 )
-from paceline.train.checkpoint.format.storage import OutputFile, Storage, check_room, storage_error
+from paceline.train.checkpoint.format.storage import OutputFile, Storage, check_room, fault_of_size, storage_error
 from paceline.train.checkpoint.format.values import Json
 from paceline.train.elastic.failpoints import failpoint
 
@@ -242,23 +241,13 @@ def look_at(storage: Storage, name: str) -> Listing:
     """Returns the listing of one checkpoint. If no fault is listed, all files exist and have the right sizes."""
     try:
         summary = read_summary(storage, name)
-        fault = _fault_of_sizes(storage, name, summary)
+        files = summary.files_here()
+        faults = (fault_of_size(storage, f"{name}/{file}", entry.nbytes) for file, entry in files.items())
+        fault = next(filter(None, faults), None)
     except (CheckpointError, OSError, KeyError) as error:
         return Listing(name, fault=str(error))
-    nbytes = sum(file.nbytes for file in summary.files_here().values())
+    nbytes = sum(file.nbytes for file in files.values())
     return Listing(name, summary.step, summary.sequence, summary.token, nbytes, fault)
-
-
-def _fault_of_sizes(storage: Storage, directory: str, summary: Summary) -> str | None:
-    """Returns the fault of the first file that is missing or has the wrong size, or None."""
-    for name, entry in summary.files_here().items():
-        path = f"{directory}/{name}"
-        nbytes = storage.size(path)
-        if nbytes is None:
-            return f"{storage.describe(path)} is missing"
-        if nbytes != entry.nbytes:
-            return f"{storage.describe(path)} has {nbytes:,} bytes instead of {entry.nbytes:,}"
-    return None
 
 
 def unfinished(storage: Storage) -> list[str]:

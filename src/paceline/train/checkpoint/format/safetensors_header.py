@@ -55,7 +55,7 @@ def header_of(
 ) -> tuple[bytes, list[StoredTensor]]:
     """Returns the header of a file, and the tensors with their offsets.
 
-    The tensors are given by key, dtype and shape, in byte order. Two tensors with the same key are a ValueError.
+    The tensors are given by key, dtype and shape, in byte order. Raises ValueError if two of them have the same key.
     """
     members: dict[str, object] = {_METADATA: metadata or {"format": "pt"}}
     end = 0

@@ -165,6 +165,15 @@ def storage_error(
     )
 
 
+def fault_of_size(storage: ReadableStorage, name: str, expected: int) -> str | None:
+    """Returns the reason why a file does not have the expected size in bytes, or None if it does."""
+    nbytes = storage.size(name)
+    if nbytes == expected:
+        return None
+    seen = "is missing" if nbytes is None else f"has {nbytes:,} bytes instead of {expected:,}"
+    return f"{storage.describe(name)} {seen}"
+
+
 def _free(storage: StorageLocation) -> int | None:
     try:
         return storage.free_nbytes()

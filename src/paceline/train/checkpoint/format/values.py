@@ -35,6 +35,15 @@ def unescaped(part: str) -> str:
     return part.replace("%40", "@").replace("%2F", SEPARATOR).replace("%25", "%")
 
 
+def first_key(name: str) -> str:
+    """Returns the first component of a name, as `escaped` returned it.
+
+    >>> first_key("model/weight"), first_key("random@rank3/torch")
+    ('model', 'random')
+    """
+    return name.partition(SEPARATOR)[0].partition("@")[0]
+
+
 def of_rank(name: str, rank: int) -> str:
     """Returns the name under which a rank saves its own copy of a value.
 
@@ -91,7 +100,7 @@ def encode(value: object, where: str = "the value") -> Json:
 
     The value can be None, bool, int, float, str, bytes, complex, `TensorRef`, `DType`, or a list, tuple, set, frozenset
     or
-    dict of such values. Any other type is a TypeError that contains the value's name, `where`.
+    dict of such values. For any other type, raises a TypeError that contains `where`, the value's name.
     """
     if value is None or type(value) in (bool, str):
         return value  # type: ignore[return-value]

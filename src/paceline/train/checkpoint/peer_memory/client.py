@@ -107,9 +107,10 @@ class CacheClient:
 
 
 def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
-    """Connects to the cache at an address, either unix:PATH or HOST:PORT; AuthenticationError means another secret.
+    """Connects to the cache at an address, either unix:PATH or HOST:PORT.
 
-    In a job with one port, PORT is the channel number. `timeout_s` limits the time for connecting.
+    In a job with one port, PORT is the channel number. `timeout_s` limits the time for connecting. Raises
+    AuthenticationError if the server has a different secret.
     """
     secret = job_secret()
     try:

@@ -155,7 +155,7 @@ def send(connection: Connection, message: Request | Answer, views: Sequence[byte
 
 
 def receive_request(connection: Connection) -> Request | None:
-    """Returns the next request, or None if the worker has closed the connection; ValueError means another message."""
+    """Returns the next request, or None if the worker has closed the connection; raises ValueError for other data."""
     length = bytearray(_LENGTH.size)
     first = connection.recv_into(memoryview(length))
     if first == 0:
@@ -165,7 +165,7 @@ def receive_request(connection: Connection) -> Request | None:
 
 
 def receive_answer(connection: Connection) -> Answer:
-    """Returns the answer to a request; ValueError means another message."""
+    """Returns the answer to a request; raises ValueError for other data."""
     length = bytearray(_LENGTH.size)
     receive_into(connection, memoryview(length))
     return decode_untrusted(_answers.decode, _body(connection, length))
@@ -181,7 +181,7 @@ def _body(connection: Connection, length: bytearray) -> bytearray:
 
 
 def receive_into(connection: Connection, buffer: memoryview) -> None:
-    """Fills a buffer with received bytes; ConnectionError means that the other end closed the connection before."""
+    """Fills a buffer with received bytes; raises ConnectionError if the other end closes the connection first."""
     while buffer:
         count = connection.recv_into(buffer)
         if count == 0:
