@@ -142,44 +142,48 @@ def _manifest(replication: Replication, answers: Sequence[bytes], size: int) -> 
     return manifest_to_bytes(manifest_of(replication.draft, parts, values, size, None))
 
 
+@dataclass(frozen=True)
 class ReplicaTarget:
     """A `WritableStorage` that writes into several caches at once. Each cache must have confirmed `BeginCopy`."""
 
-    def __init__(self, clients: Sequence[CacheClient], root: str, token: str) -> None:
-        self._clients, self._root, self._token = clients, root, token
+    clients: Sequence[CacheClient]
+    root: str
+    token: str
 
     def describe(self, name: str = "") -> str:
         """Returns the description of a file for error messages."""
-        return f"the copy in memory of {name.rpartition('/')[2] or self._root}"
+        return f"the copy in memory of {name.rpartition('/')[2] or self.root}"
 
     def free_nbytes(self) -> int | None:
         """Returns None, because the caches have already granted the memory."""
         return None
 
-    def create(self, name: str) -> _ReplicaFile:
+    def create(self, name: str) -> _ReplicaOutput:
         """Creates a file in all caches."""
-        return _ReplicaFile(self._clients, self._root, self._token, name.rpartition("/")[2])
+        return _ReplicaOutput(self, name.rpartition("/")[2])
 
     def sync_directory(self, name: str) -> None:
         """Does nothing, because a cache has a file as soon as the file is finished."""
 
 
-class _ReplicaFile:
-    def __init__(self, clients: Sequence[CacheClient], root: str, token: str, file: str) -> None:
-        self._clients, self._root, self._token, self._file = clients, root, token, file
+@dataclass(frozen=True)
+class _ReplicaOutput:
+    target: ReplicaTarget
+    file: str
 
     def write(self, views: Sequence[memoryview]) -> None:
-        for client in self._clients:
-            client.write(self._root, self._token, self._file, views)
+        for client in self.target.clients:
+            client.write(self.target.root, self.target.token, self.file, views)
 
     def commit(self) -> None:
-        for client in self._clients:
-            client.finish(self._root, self._token, self._file)
+        for client in self.target.clients:
+            client.finish(self.target.root, self.target.token, self.file)
 
     def close(self) -> None:
         """Does nothing, because caches drop unfinished files when the connection is closed."""
 
 
+@dataclass(frozen=True)
 class ReplicaSource:
     """A `ReadableStorage` for one checkpoint, whose files are in caches.
 
@@ -187,20 +191,15 @@ class ReplicaSource:
     file.
     """
 
-    def __init__(
-        self,
-        root: str,
-        token: str,
-        manifest: bytes,
-        files: Mapping[str, int],
-        client_of: Callable[[str], CacheClient],
-    ) -> None:
-        self._root, self._token, self._manifest, self._files = root, token, manifest, files
-        self._client_of = client_of
+    root: str
+    token: str
+    manifest: bytes
+    files: Mapping[str, int]
+    client_of: Callable[[str], CacheClient]
 
     def describe(self, name: str = "") -> str:
         """Returns the description of the checkpoint or of one of its files, for error messages."""
-        return f"{self._root} in memory" + (f": {name}" if name else "")
+        return f"{self.root} in memory" + (f": {name}" if name else "")
 
     def free_nbytes(self) -> int | None:
         """Returns None, because nothing is written here."""
@@ -208,55 +207,40 @@ class ReplicaSource:
 
     def size(self, name: str) -> int | None:
         """Returns the size of a file in bytes, or None if it does not exist."""
-        return len(self._manifest) if name == MANIFEST else self._files.get(name)
+        return len(self.manifest) if name == MANIFEST else self.files.get(name)
 
-    def open(self, name: str) -> _Text | _CachedFile:
-        """Opens a file for reading.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-        """
-        if name == MANIFEST:
-            return _Text(self._manifest)
-        if name not in self._files:
+    def open(self, name: str) -> _ReplicaInput:
+        """Opens a file for reading; raises FileNotFoundError if it does not exist."""
+        nbytes = self.size(name)
+        if nbytes is None:
             raise FileNotFoundError(f"no {name}")
-        return _CachedFile(self._root, self._token, name, self._files[name], self._client_of)
+        return _ReplicaInput(self, name, nbytes)
 
     def share(self, directory: str) -> None:
         """Does nothing, because caches keep a complete checkpoint while the next one is replicated."""
 
 
-class _Text:
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+@dataclass(frozen=True)
+class _ReplicaInput:
+    source: ReplicaSource
+    file: str
+    nbytes: int
 
     def size(self) -> int:
-        return len(self._data)
-
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        part = self._data[offset : offset + len(buffer)]
-        buffer[: len(part)] = part
-        return len(part)
-
-    def close(self) -> None:
-        pass
-
-
-class _CachedFile:
-    def __init__(self, root: str, token: str, file: str, nbytes: int, client_of: Callable[[str], CacheClient]) -> None:
-        self._root, self._token, self._file, self._nbytes = root, token, file, nbytes
-        self._client_of = client_of
-
-    def size(self) -> int:
-        return self._nbytes
+        return self.nbytes
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Fills a buffer from an offset; raises FileNotFoundError if the cache is lost or has dropped the file."""
-        done = 0
+        if self.file == MANIFEST:
+            text = self.source.manifest[offset : offset + len(buffer)]
+            buffer[: len(text)] = text
+            return len(text)
+        done, source = 0, self.source
         try:
             while done < len(buffer):
                 part = buffer[done : done + _READ_NBYTES]
-                count = self._client_of(self._file).read_into(self._root, self._token, self._file, offset + done, part)
+                client = source.client_of(self.file)
+                count = client.read_into(source.root, source.token, self.file, offset + done, part)
                 if count == 0:
                     break
                 done += count
