@@ -22,13 +22,7 @@ from paceline.train.checkpoint.load import LoadResult, load_by
 from paceline.train.checkpoint.peer_memory.client import CacheClient, dial
 from paceline.train.checkpoint.peer_memory.protocol import Inventory
 from paceline.train.checkpoint.peer_memory.server import VARIABLE
-from paceline.train.checkpoint.rank_channel import (
-    CollectiveChannel,
-    GroupChannel,
-    RankChannel,
-    background_channel,
-    exchanged,
-)
+from paceline.train.checkpoint.rank_channel import CollectiveChannel, RankChannel, background_channels, exchanged
 from paceline.train.checkpoint.replicate import (
     CacheLocation,
     FoundCheckpoint,
@@ -104,12 +98,10 @@ class PeerCopies:
             vaults={location.vault: location.address for location in locations},
         )
         token = plan.draft.token
-        channels: tuple[RankChannel, RankChannel] = channel, channel
-        if isinstance(channel, GroupChannel):
-            channels = background_channel(channel, f"{token}/copies"), background_channel(channel, f"{token}/copied")
+        channels = background_channels(channel, f"{token}/copies", f"{token}/copied")
         return partial(self._replicate, replication, channels)
 
-    def _replicate(self, replication: Replication, channels: tuple[RankChannel, RankChannel]) -> None:
+    def _replicate(self, replication: Replication, channels: Sequence[RankChannel]) -> None:
         """Replicates a checkpoint. Prints errors instead of raising them, because the checkpoint on disk is intact."""
         try:
             replicate_checkpoint(replication, channels, dial)

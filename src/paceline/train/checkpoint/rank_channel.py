@@ -257,6 +257,9 @@ RankChannel: TypeAlias = CollectiveChannel | StoreChannel
 """A channel on which all ranks call `gather` and `broadcast` in the same order. Error messages call this rank `me`."""
 
 
-def background_channel(channel: GroupChannel, token: str) -> StoreChannel:
-    """Returns a channel for one background thread on each rank; every rank must call this in its training thread."""
-    return StoreChannel(channel.group, default_world().store, token, to_seconds(channel.group.timeout))
+def background_channels(channel: CollectiveChannel, *tokens: str) -> list[RankChannel]:
+    """Returns a channel for each token, for a background thread; every rank must call this in its training thread."""
+    if isinstance(channel, SingleRank):
+        return [channel for _ in tokens]
+    store, timeout_s = default_world().store, to_seconds(channel.group.timeout)
+    return [StoreChannel(channel.group, store, token, timeout_s) for token in tokens]

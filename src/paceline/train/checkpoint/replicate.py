@@ -90,7 +90,7 @@ class Replication:
 
 
 def replicate_checkpoint(
-    replication: Replication, channels: tuple[RankChannel, RankChannel], dial: Callable[[str], CacheClient]
+    replication: Replication, channels: Sequence[RankChannel], dial: Callable[[str], CacheClient]
 ) -> None:
     """Replicates a checkpoint into caches, and returns when all of them have it; every rank must call this.
 

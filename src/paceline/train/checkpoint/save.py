@@ -37,9 +37,8 @@ from paceline.train.checkpoint.host_disks import Disks, abandon, found_disks
 from paceline.train.checkpoint.pytree import memory_with, type_of
 from paceline.train.checkpoint.rank_channel import (
     CollectiveChannel,
-    GroupChannel,
     RankChannel,
-    background_channel,
+    background_channels,
     channel_of,
     decode_result,
     encode_result,
@@ -132,11 +131,8 @@ def write_staged(
 
     Another thread runs `beside`, if given, at the same time. It must not raise an error.
     """
-    channels: list[RankChannel] = [channel, channel]
-    if isinstance(channel, GroupChannel):
-        token = plan.draft.token
-        tokens = [token] if plan.disks is None else [token, f"{token}/seen"]
-        channels = [background_channel(channel, key) for key in tokens]
+    token = plan.draft.token
+    channels = background_channels(channel, *([token] if plan.disks is None else [token, f"{token}/seen"]))
     return BACKGROUND.start(lambda: _write(root, plan, keep, channels), plan.draft.name, beside)
 
 
@@ -146,7 +142,7 @@ def _write(root: Root, plan: SavePlan, keep: int, channels: Sequence[RankChannel
     if plan.disks is None:
         _publish_on_one(root, plan, written, keep, first)
     else:
-        _publish_on_each(root, plan, plan.disks, written, keep, (first, channels[1]))
+        _publish_on_each(root, plan, plan.disks, written, keep, channels)
 
 
 def _write_own_part(root: Root, plan: SavePlan, channel: RankChannel) -> bytes:
@@ -184,7 +180,7 @@ def _publish_on_one(root: Root, plan: SavePlan, written: bytes, keep: int, chann
 
 
 def _publish_on_each(
-    root: Root, plan: SavePlan, disks: Disks, written: bytes, keep: int, channels: tuple[RankChannel, RankChannel]
+    root: Root, plan: SavePlan, disks: Disks, written: bytes, keep: int, channels: Sequence[RankChannel]
 ) -> None:
     """Publishes the checkpoint on each disk once all ranks have written their parts.
 
