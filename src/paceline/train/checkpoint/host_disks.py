@@ -148,8 +148,7 @@ def newest_spread(
     """Returns the newest checkpoint whose files can all be read, and the reasons why newer ones were skipped, by token.
 
     `damaged` contains the faults of checkpoints that are known to be damaged, by token. If there are checkpoints but
-    none
-    is complete, CheckpointError is raised on every rank.
+    none is complete, CheckpointError is raised on every rank.
     """
 
     def listed() -> list[_ListedCheckpoint]:

@@ -138,8 +138,7 @@ class PeerCopies:
         """Loads the newest complete replica; every rank must call this.
 
         Returns None if the checkpoint must be loaded from disk: no replica is complete, or `newest_on_disk`, which
-        every rank
-        calls, returns the sequence number of a newer one.
+        every rank calls, returns the sequence number of a newer one.
         """
         self._whole = None
         root = channel.broadcast(self._path.encode()).decode()

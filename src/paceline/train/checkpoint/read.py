@@ -171,8 +171,7 @@ class LoadPlan:
         """Requests the tree with this name; returns a function that returns the tree once it has been read.
 
         If each rank saved its own tree, this rank's tree is read, or rank 0's tree if this rank saved none; `by_all` is
-        then
-        ignored. For an object that was saved in parts, such as a module, the tree is a dict like the result of
+        then ignored. For an object that was saved in parts, such as a module, the tree is a dict like the result of
         `state_dict`.
         """
         known = self.own_name(name)

@@ -95,9 +95,8 @@ def replicate_checkpoint(
     """Replicates a checkpoint into caches, and returns when all of them have it; every rank must call this.
 
     The replication takes two rounds, each with its own channel: all ranks first write their parts and then the
-    manifest.
-    Rank 0 broadcasts the outcome of each round even if it could not gather the ranks' results, because the other ranks
-    wait for the broadcast. `dial` connects to the cache at an address.
+    manifest. Rank 0 broadcasts the outcome of each round even if it could not gather the ranks' results, because the
+    other ranks wait for the broadcast. `dial` connects to the cache at an address.
     """
     first, second = channels
     with ExitStack() as closing:

@@ -80,8 +80,7 @@ def plan_save(
 
     `least_sequence` is the smallest sequence number that the checkpoint may have. If all ranks share one disk, rank 0's
     value is used; otherwise, the largest value on any rank is used. If a rank's state cannot be saved, the ranks'
-    tensors
-    differ, or there is too little space, CheckpointError is raised on every rank.
+    tensors differ, or there is too little space, CheckpointError is raised on every rank.
     """
     captured = CapturedState()
     digests: dict[str, str] = {}
@@ -339,8 +338,7 @@ def assign_offers(
     """Assigns the bytes of offered regions to the ranks that offer them.
 
     Regions that few ranks have are assigned first, so that regions that many ranks have can balance the loads, which
-    are
-    the bytes that each rank must write in any case.
+    are the bytes that each rank must write in any case.
 
     Returns:
         For each rank, the ranges that it writes; `item` is the index of an offer in the rank's list.

@@ -217,8 +217,7 @@ def parts_of_run(
     """Returns the regions formed by elements `start` to `stop` (in memory order) of a tensor without gaps.
 
     The strides are in elements. If `begin` is the offset of the tensor within a larger tensor, regions of the larger
-    tensor
-    are returned.
+    tensor are returned.
 
     >>> [part.region for part in parts_of_run([2, 3], [3, 1], 1, 5)]
     [Flat(start=1, stop=5)]

@@ -293,8 +293,7 @@ def load_foreign(
     """Loads a foreign checkpoint into `state`; every rank must call this.
 
     If the checkpoint is itself the `state_dict` of a model, it is loaded into the only module in `state`. Every rank
-    reads
-    the entire checkpoint, and loads its part of a divided model.
+    reads the entire checkpoint, and loads its part of a divided model.
     """
     tree, where = state_of(foreign), f"{foreign.path} ({foreign.kind})"
     modules = [name for name, value in state.items() if module_of(value) is not None]

@@ -31,8 +31,8 @@ class IndexedBatches:
         """Yields this rank's batches for `count` places; each batch is paired with the place at which its step ends.
 
         `index_of` returns the sample index for a place. It is called lazily, so the cost of changing the set of ranks
-        does not
-        depend on the length of the epoch. It must not reference the owner of this object; see `_UpcomingItems`.
+        does not depend on the length of the epoch. It must not reference the owner of this object; see
+        `_UpcomingItems`.
         """
         self._indices.upcoming = (
             [index_of(place) for place in shard.places] for shard in step_shards(0, count, sharding)

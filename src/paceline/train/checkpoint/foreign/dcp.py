@@ -117,8 +117,7 @@ def read_metadata(data: bytes, where: str) -> dict[str, Item]:
     """Returns the items in a directory, by name, given the content of its `.metadata` file and the file's name.
 
     Raises CheckpointError if the pickle uses operations that metadata does not need, or does not describe a checkpoint,
-    and
-    CheckpointDamagedError if it cannot be read.
+    and CheckpointDamagedError if it cannot be read.
     """
     try:
         metadata = unpickle(data, _known, _key_of)

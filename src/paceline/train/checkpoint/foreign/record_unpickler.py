@@ -356,10 +356,8 @@ def require_sound_torch_file(file: BinaryIO, path: str) -> bool:
     """Checks a file written by torch.save without creating any of its objects.
 
     Returns False if the file is in the format used before torch 1.6, which is not a zip file. Raises
-    CheckpointDamagedError
-    if the file is truncated or inconsistent, and CheckpointError if it contains something that does not occur in
-    states,
-    such as a nested tensor.
+    CheckpointDamagedError if the file is truncated or inconsistent, and CheckpointError if it contains something that
+    does not occur in states, such as a nested tensor.
     """
     try:
         is_zip = file.read(2) == b"PK"

@@ -258,8 +258,7 @@ def export(
     """Writes tensors to a safetensors file, which becomes visible when complete and durable; returns its size in bytes.
 
     `names` maps the tensors' names in the checkpoint to their names in the file. An existing file at `target` is
-    replaced.
-    `progress` is called with the number of bytes written and the total size of the tensors in bytes.
+    replaced. `progress` is called with the number of bytes written and the total size of the tensors in bytes.
     """
     path = Path(target)
     storage = LocalStorage(path.parent)

@@ -105,8 +105,7 @@ def write_part(
 
     The rank determines the file names. Pieces with which a file would exceed `split_nbytes` are written to a new file.
     After each chunk of at most 8 MiB, `progress` is called with the number of bytes written and the total number of
-    bytes.
-    It may raise an error to stop the write.
+    bytes. It may raise an error to stop the write.
     """
     for piece in pieces:
         if (fault := fault_of(piece.region, piece.shape)) is not None:

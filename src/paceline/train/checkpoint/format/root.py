@@ -70,9 +70,7 @@ class Root:
 
         Args:
             step: the training step, which becomes part of the name, or None.
-            nbytes: the number of bytes that all ranks will write here, which is compared with the free space, or None
-        if it
-                is unknown.
+            nbytes: the number of bytes that all ranks will write here, which is compared with the free space, or None.
             unique: whether to choose a name that is unique across hosts, for disks that hosts do not share. The first
                 rank on every other host must then call `join`.
             sequence: the sequence number, or None to use the larger of `least_sequence` and this host's

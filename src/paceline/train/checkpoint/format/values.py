@@ -99,8 +99,7 @@ def encode(value: object, where: str = "the value") -> Json:
     """Encodes a value as JSON.
 
     The value can be None, bool, int, float, str, bytes, complex, `TensorRef`, `DType`, or a list, tuple, set, frozenset
-    or
-    dict of such values. For any other type, raises a TypeError that contains `where`, the value's name.
+    or dict of such values. For any other type, raises a TypeError that contains `where`, the value's name.
     """
     if value is None or type(value) in (bool, str):
         return value  # type: ignore[return-value]

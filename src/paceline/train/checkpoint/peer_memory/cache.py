@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline import _core
 from paceline.comm.security.encryption import Connection, is_between_machines
 from paceline.errors import PacelineError
 from paceline.linux import memfd_create
@@ -27,51 +28,29 @@ _PIECE_NBYTES = 1 << 20  # number of bytes received at a time
 _MOST_READ_NBYTES = 64 << 20  # maximum number of bytes in one response
 
 
-@dataclass(frozen=True)
-class _CgroupFiles:
-    """The names of the files in which a version of cgroups reports the limit, usage and reclaimable memory."""
-
-    base: str
-    limit: str
-    usage: str
-    reclaimable: str
-
-
-_FIRST = _CgroupFiles("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_SECOND = _CgroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+# For cgroups of version 2 and of version 1: the files with the limit and the usage, and the name of the reclaimable
+# memory in the file memory.stat.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def available_nbytes(root: Path = Path("/")) -> int:
     """Returns the number of bytes of memory that this process can still use. Tests pass another root directory."""
     with open(root / "proc/meminfo") as lines:
         machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    return max(0, min([machine, *_left_by_cgroups(root)]))
+    directories, _ = _core.cgroups("memory", str(root).rstrip("/"))
+    left = [_left(Path(directory), *names) for directory in directories for names in _CGROUP_FILES]
+    return max(0, min([machine, *(nbytes for nbytes in left if nbytes is not None)]))
 
 
-def _left_by_cgroups(root: Path) -> Iterator[int]:
-    """Yields, for each cgroup of this process that has a limit, the number of bytes still available."""
+def _left(directory: Path, limit: str, usage: str, reclaimable: str) -> int | None:
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        names = _SECOND if number == "0" else _FIRST if "memory" in controllers.split(",") else None
-        if names is None:
-            continue
-        own = Path(path.lstrip("/"))
-        for path_in_cgroups in (own, *own.parents):  # in a container, only the last of these may exist
-            left = _left(root / names.base / path_in_cgroups, names)
-            if left is not None:
-                yield left
-
-
-def _left(directory: Path, names: _CgroupFiles) -> int | None:
-    try:
-        limit, usage = (int((directory / name).read_text()) for name in (names.limit, names.usage))
+        nbytes = int((directory / limit).read_text()) - int((directory / usage).read_text())
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        return limit - usage + int(stat.get(names.reclaimable, 0))
-    except (OSError, ValueError):  # the cgroup does not exist, or its limit is "max"
+        return nbytes + int(stat.get(reclaimable, 0))
+    except (OSError, ValueError):  # the cgroup or the file does not exist, or the limit is "max"
         return None
 
 

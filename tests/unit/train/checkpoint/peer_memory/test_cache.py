@@ -125,3 +125,18 @@ def test_a_limit_of_a_cgroup_counts(tmp_path: Path, version: int) -> None:
         for name, text in zip([*names, "memory.stat"], (limit, "4000", f"anon 1\n{reclaimable} 500\n"), strict=True):
             (base / path / name).write_text(text)
     assert available_nbytes(tmp_path) == 5000 - 4000 + 500
+
+
+def test_a_limit_of_a_cgroup_that_is_mounted_elsewhere_counts(tmp_path: Path) -> None:
+    for path in ("proc/self", "elsewhere/job"):
+        (tmp_path / path).mkdir(parents=True)
+    for path, text in (
+        ("proc/meminfo", "MemAvailable: 8 kB\n"),
+        ("proc/self/cgroup", "0::/job\n"),
+        ("proc/self/mountinfo", "30 1 0:26 / /elsewhere rw - cgroup2 cgroup2 rw\n"),
+        ("elsewhere/job/memory.max", "5000\n"),
+        ("elsewhere/job/memory.current", "4000\n"),
+        ("elsewhere/job/memory.stat", "inactive_file 500\n"),
+    ):
+        (tmp_path / path).write_text(text)
+    assert available_nbytes(tmp_path) == 5000 - 4000 + 500
