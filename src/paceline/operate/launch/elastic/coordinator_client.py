@@ -37,7 +37,6 @@ from paceline.operate.launch.multinode.protocol import (
     JobEnded,
     JobMoved,
     JobRunning,
-    MessageError,
     NodeDropped,
     Order,
     RecordFailures,
@@ -419,7 +418,7 @@ class RunningJobAnnouncer:
                 continue
             try:
                 listens_there = self._call(running)
-            except (AuthenticationError, MessageError, ValueError) as error:
+            except (AuthenticationError, ValueError) as error:
                 self._pause_s = _LONG_PAUSE_S
                 if isinstance(error, AuthenticationError) and not isinstance(error, HandshakeUnfinishedError):
                     with contextlib.suppress(OSError, HandshakeUnfinishedError):

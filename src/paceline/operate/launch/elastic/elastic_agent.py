@@ -95,10 +95,6 @@ class ElasticAgent(Launcher):
         self._shutdown = ShutdownPlan(job.rendezvous.address is not None)
 
     @property
-    def _coordinates(self) -> bool:
-        return self._connection.coordinates()
-
-    @property
     def _goes_on(self) -> bool:
         return self._end is None and self._stopped_by is None
 
@@ -141,7 +137,7 @@ class ElasticAgent(Launcher):
         for slot in self._slots.due(now_s):
             self._fill(slot, now_s)
         if not self._members.members:
-            self._send(self._shutdown.farewell(self._coordinates))
+            self._send(self._shutdown.farewell(self._connection.coordinates()))
 
     def _follow(self, order: Order) -> None:
         match order:
@@ -261,23 +257,22 @@ class ElasticAgent(Launcher):
         now_s = time.monotonic()
         failure = self._exits.failure_of(member, code)
         record = failure.record if failure is not None else None
-        is_exception = record is not None and not (failure is not None and failure.is_interrupt)
+        is_exception = failure is not None and record is not None and not failure.is_interrupt
         fate = exit_cause_of(member.life, code, is_exception, failure is not None and failure.memory is not None)
         decision = self._slots.ended(member.slot, fate, member.life, now_s)
         if self._chaos is not None and isinstance(decision, ReplaceWorker):
             self._chaos.lost(member, list(self._members.members.values()), now_s)
         if self._stopped_by is None and self.moved is None:
             self._exits.report(member, code, fate, failure, decision, self._end is not None)
-            if isinstance(decision, CloseSlot) and failure is not None and record is not None and self._slots.count:
+            if isinstance(decision, CloseSlot) and record is not None and self._slots.count:
                 self._say(f"the last traceback of slot {member.number}:\n{record.text.rstrip()}")
         self._exits.forget(member)
-        if member.worker is not None:
-            self._priorities.forget(member.worker.pid)
         if isinstance(decision, CloseSlot) and self._goes_on:
             kept = shortened(self._exits.failures) if fate is not ExitCause.LEFT else ()
             self._connection.client.send(Slots(self._slots.count, kept))
         self._events.write("ended", uid=member.uid, how=how)
         if member.worker is not None:
+            self._priorities.forget(member.worker.pid)
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
 
     def _tell_of_frozen(self, now_s: float) -> None:
@@ -346,7 +341,7 @@ class ElasticAgent(Launcher):
             return
         self._send([Slots(0), *self._shutdown.announced()])
         self._say(describe_signal(number.name, len(self._members.pids()), self._job.shutdown_timeout_s))
-        if self._shutdown.hands_over(self._coordinates):
+        if self._shutdown.hands_over(self._connection.coordinates()):
             self._say(
                 "this launcher coordinates the job; when its workers have exited, another launcher takes over "
                 "(send it again to end the job)"

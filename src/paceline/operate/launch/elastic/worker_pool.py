@@ -146,13 +146,12 @@ class WorkerResources:
         self._job = job
         self._cleanup = cleanup
         self.secret = None if secret is None else hmac.digest(secret, b"workers of an elastic job", "sha256")
-        self._file: SecretFile | None = None
-        self._store: StoreServer | None = None
-        self._forker: Forker | None = None
+        self._opened = contextlib.ExitStack()
         self.port = 0
         if connection.server is not None:
-            self._store = StoreServer(listen(connection.address, 0, self.secret), self.secret)
-            self.port = self._store.port
+            store = StoreServer(listen(connection.address, 0, self.secret), self.secret)
+            self._opened.callback(store.close)
+            self.port = store.port
 
     def open(
         self,
@@ -170,17 +169,20 @@ class WorkerResources:
         served = begin.store
         if not served:
             path = Path(self._cleanup.directory, "store-1")
-            self._store = StoreServer.on_unix_path(str(path), self.secret)
+            self._opened.callback(StoreServer.on_unix_path(str(path), self.secret).close)
             served = f"unix:{path}"
         environment["PACELINE_STORE"] = served
         # Lets torch request huge pages, which make the forks for state transfers five times as fast.
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        pass_fds = []
         if self.secret is not None:
-            self._file = SecretFile.create(self.secret)
-            environment[SECRET_FD] = str(self._file)
+            file = SecretFile.create(self.secret)
+            self._opened.callback(os.close, file.fd)
+            environment[SECRET_FD] = str(file)
+            pass_fds = [file.fd]
         return WorkerContext(
             environment,
-            pass_fds=[self._file.fd] if self._file is not None else [],
+            pass_fds=pass_fds,
             directory=self._cleanup.directory,
             cores=machine.cores,
             gpus=machine.gpus,
@@ -204,20 +206,13 @@ class WorkerResources:
         descriptors = allow_descriptors(self._job.workers)
         modules = modules_to_fork(self._job)
         preload = self._job.elastic.preload if self._job.elastic is not None else ()
-        self._forker = Forker(context.environment, context.pass_fds, descriptors, selector, say, modules, preload)
-        return self._forker
+        forker = Forker(context.environment, context.pass_fds, descriptors, selector, say, modules, preload)
+        self._opened.callback(forker.close)
+        return forker
 
     def close(self) -> None:
         """Releases all resources. Idempotent."""
-        if self._forker is not None:
-            self._forker.close()
-            self._forker = None
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-        if self._file is not None:
-            os.close(self._file.fd)
-            self._file = None
+        self._opened.close()
 
 
 NAME = "PACELINE_WORKER"
