@@ -43,7 +43,6 @@ from paceline.operate.launch.multinode.protocol import (
     WorkersFinished,
     WorkersStopped,
 )
-from paceline.operate.launch.multinode.remote_client import connect_client
 from paceline.operate.launch.multinode.server import RendezvousServer
 from paceline.operate.launch.shared_secret import SlurmSecret, secret_of
 from paceline.operate.launch.watchdog import ending_of, final_snapshot
@@ -382,6 +381,8 @@ def open_rendezvous(
         relay = DashboardRelay(DiagnosisCollector(controller))
         server = RendezvousServer(listener, secret, relay, options.silence_s, bears_starvation=True)
         address = server.address
+    from paceline.operate.launch.multinode.remote_client import connect_client  # not needed on a single machine
+
     try:
         client = connect_client(address, secret, options.join_timeout_s, options.silence_s, say)
     except BaseException:

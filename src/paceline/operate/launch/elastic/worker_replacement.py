@@ -125,13 +125,13 @@ class SlotHistory:
     def _not_started(self, fate: ExitCause) -> ReplaceWorker | CloseSlot:
         if fate is ExitCause.KILLED:
             self.killed_starts += 1
-            if self.killed_starts >= MOST_KILLED_STARTS:
-                return CloseSlot(f"{self.killed_starts} of its workers in a row were killed before they joined")
-            return ReplaceWorker(pause_s(self.killed_starts))
-        self.failed_starts += 1
-        if self.failed_starts >= MOST_FAILED_STARTS:
-            return CloseSlot(f"{self.failed_starts} of its workers in a row failed before they joined")
-        return ReplaceWorker(pause_s(self.failed_starts))
+            count, most, how = self.killed_starts, MOST_KILLED_STARTS, "were killed"
+        else:
+            self.failed_starts += 1
+            count, most, how = self.failed_starts, MOST_FAILED_STARTS, "failed"
+        if count >= most:
+            return CloseSlot(f"{count} of its workers in a row {how} before they joined")
+        return ReplaceWorker(pause_s(count))
 
 
 def pause_s(in_a_row: int) -> float:
