@@ -66,20 +66,13 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
 
 class RendezvousResult:
-    """Result of a rendezvous. The store reports this process's death until `take_back_will(store)` is called.
-
-    Attributes:
-        rank: this process's rank.
-        world_size: the number of ranks.
-        store: a store that only the ranks in this rendezvous use.
-        address: the host that serves the store, or None if it is unknown.
-    """
+    """Result of a rendezvous. The store reports this process's death until `take_back_will(store)` is called."""
 
     def __init__(self, rank: int, world_size: int, store: Store, address: str | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.store = store
-        self.address = address
+        self.store = store  # only the ranks in this rendezvous use it
+        self.address = address  # the host that serves the store, if known
 
 
 def rendezvous(

@@ -57,20 +57,13 @@ class ForeignJobError(AuthenticationError):
 
 
 class PeerHello:
-    """First message from the connecting side.
-
-    Attributes:
-        channel: the service's name.
-        rank: the rank that connects.
-        generation: the job's generation to which the rank belongs.
-        lane: the index of the connection among the connections between the two ranks.
-    """
+    """First message from the connecting side: it requests a service by its channel's name."""
 
     def __init__(self, channel: str, rank: int = 0, generation: int = 0, lane: int = 0) -> None:
         self.channel = channel
         self.rank = rank
         self.generation = generation
-        self.lane = lane
+        self.lane = lane  # the index of the connection among the connections between the two ranks
 
 
 def encrypt_as_client(connection: socket.socket, secret: bytes | None, timeout_s: float) -> Connection:

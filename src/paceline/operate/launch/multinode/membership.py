@@ -3,12 +3,6 @@
 The state machine uses no sockets, processes or clock. Events arrive as method calls with a timestamp, and each method
 call returns orders for nodes.
 
-    GATHERING   the job is waiting for enough nodes; no workers run
-    RUNNING     the workers of `members` run, as one generation
-    STOPPING    the workers are being stopped because one failed, or a node joined or left
-    PAUSING     a worker failed, and all workers will be restarted after a pause
-    OVER        every node has been ordered to exit
-
 If a generation ends because nodes joined or left, the next generation does not count as a restart. If a worker failed,
 the next generation counts as a restart, unless a lost node explains the failure.
 """
@@ -101,11 +95,11 @@ STEADY_S = 300.0  # a generation that runs for this long resets the pauses
 class MembershipPhase(Enum):
     """The phase of the job."""
 
-    GATHERING = auto()
-    RUNNING = auto()
-    STOPPING = auto()
-    PAUSING = auto()
-    OVER = auto()
+    GATHERING = auto()  # the job is waiting for enough nodes; no workers run
+    RUNNING = auto()  # the workers of `Membership.members` run, as one generation
+    STOPPING = auto()  # the workers are being stopped because one failed, or a node joined or left
+    PAUSING = auto()  # a worker failed, and all workers will be restarted after a pause
+    OVER = auto()  # every node has been ordered to exit
 
 
 @dataclass(frozen=True)
