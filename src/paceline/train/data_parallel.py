@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -233,14 +233,14 @@ def parallel_apply(
             f"{len(chosen)} devices; it needs the same number of each"
         )
     results: list[object] = [None] * len(modules)
-    in_mode = _ThreadModes(to_device(device) for device in chosen)
+    in_mode = _captured_modes(list(map(to_device, chosen)))
 
     def run(index: int) -> None:
         device = to_device(chosen[index])
         given = inputs[index]
         arguments = given if isinstance(given, (list, tuple)) else (given,)
         try:
-            with in_mode.entered(device):
+            with in_mode(device):
                 results[index] = modules[index](*arguments, **keywords[index])
         except Exception:
             results[index] = ExceptionWrapper(where=f"in replica {index} on device {device}")
@@ -259,31 +259,32 @@ def parallel_apply(
     return results
 
 
-class _ThreadModes:
-    """Captures the current thread's grad mode, inference mode, autocast state, and streams on `devices`."""
+def _captured_modes(devices: Sequence[torch.device]) -> Callable[[torch.device], AbstractContextManager[None]]:
+    """Captures the current thread's grad mode, inference mode, autocast state, and streams on `devices`.
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._streams = {device: current_stream(device) for device in devices if device.type not in ("cpu", "meta")}
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        kinds = {"cpu", *(device.type for device in self._streams)}
-        self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-        self._autocast_cache = torch.is_autocast_cache_enabled()
+    The returned function creates a context that applies them in another thread, with its argument as current device.
+    """
+    streams = {device: current_stream(device) for device in devices if device.type not in ("cpu", "meta")}
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = {"cpu", *(device.type for device in streams)}
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+    autocast_cache = torch.is_autocast_cache_enabled()
 
     @contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
-        """Returns a context that applies the captured modes in another thread, with `device` as its current device."""
+    def in_mode(device: torch.device) -> Iterator[None]:
         with ExitStack() as stack:
             # The caller copies parameters and inputs, and uses the outputs, on its own stream.
-            if device in self._streams:
+            if device in streams:
                 stack.enter_context(activated(device))
-                stack.enter_context(on_stream(device, self._streams[device]))
-            if self._inference:
+                stack.enter_context(on_stream(device, streams[device]))
+            if inference:
                 stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self._grad))
-            for kind, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=autocast_cache))
             yield
+
+    return in_mode
 
 
 def replicate(module: nn.Module, devices: Sequence[Device], detach: bool = False) -> list[nn.Module]:

@@ -175,10 +175,6 @@ class _Pieces(NamedTuple):
     dtype: int
     tensors: Sequence[torch.Tensor]
 
-    def has_non_finite(self, nbytes: int) -> bool:
-        """Returns True if the first `nbytes` of any tensor contain NaN or infinity."""
-        return _core.first_not_finite(self.numbers, self.dtype, nbytes) >= 0
-
 
 class DeviceOutcome:
     """Holds the norms of gradients, averages and parameters from one step until the device has computed them."""
@@ -301,7 +297,7 @@ class GradientCheck:
         return _pieces(tensors)
 
     def _has_non_finite(self, pieces: Sequence[_Pieces]) -> bool:
-        return any(piece.has_non_finite(self._bytes) for piece in pieces)
+        return any(_core.first_not_finite(piece.numbers, piece.dtype, self._bytes) >= 0 for piece in pieces)
 
     def _note(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Records the non-finite gradients, and enables the complete check for the rest of this backward pass."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
@@ -135,26 +136,30 @@ class GradBucket:
 Hook = Callable[[object, GradBucket], "AnyFuture[Reduced] | Work"]
 
 
+def reduced_tensor(future: AnyFuture[Reduced] | Work) -> torch.Tensor:
+    """Waits for a hook's result, and returns the averaged tensor, which the result may contain in a list."""
+    reduced = future.result() if isinstance(future, Work) else future.wait()
+    return reduced if isinstance(reduced, torch.Tensor) else reduced[0]
+
+
+@dataclass(frozen=True)
 class HookedWork:
     """Handle to a bucket that a hook is averaging; `wait` copies the result into the gradients."""
 
-    def __init__(self, future: AnyFuture[Reduced] | Work, bucket: GradBucket, memory: GradientMemory) -> None:
-        self._future = future
-        self._bucket = bucket
-        self._memory = memory
+    future: AnyFuture[Reduced] | Work
+    bucket: GradBucket
+    memory: GradientMemory
 
     def wait(self) -> None:
         """Waits for the hook's future and copies its value into the gradients."""
-        reduced = self._future.result() if isinstance(self._future, Work) else self._future.wait()
-        if not isinstance(reduced, torch.Tensor):
-            reduced = reduced[0]
-        if reduced.numel() != self._memory.count:
+        reduced = reduced_tensor(self.future)
+        if reduced.numel() != self.memory.count:
             raise ValueError(
-                f"the communication hook returned {reduced.numel()} elements for bucket {self._bucket.index()}, whose "
-                f"gradients have {self._memory.count}; its future must hold the averaged gradients in the order of "
+                f"the communication hook returned {reduced.numel()} elements for bucket {self.bucket.index()}, whose "
+                f"gradients have {self.memory.count}; its future must hold the averaged gradients in the order of "
                 "bucket.buffer()"
             )
-        gradients = _flat_views(self._memory.tensors)
+        gradients = _flat_views(self.memory.tensors)
         if (
             len(gradients) == 1
             and reduced.data_ptr() == gradients[0].data_ptr()

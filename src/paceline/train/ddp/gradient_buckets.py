@@ -168,14 +168,6 @@ class GradientBuckets:
         """Returns True if any parameter has a gradient."""
         return any(param.grad is not None for param in self.params)
 
-    def names_without(self, ids: Collection[int]) -> set[str]:
-        """Returns the names of the parameters whose `id` is not in `ids`."""
-        return {name for name, param in self.named().items() if id(param) not in ids}
-
-    def frozen(self) -> set[str]:
-        """Returns the names of the parameters that no longer require a gradient."""
-        return {name for name, param in self.named().items() if not param.requires_grad}
-
     # - Selection of the gradients to average
 
     def take_present(self, group: ProcessGroup) -> None:

@@ -15,8 +15,16 @@ import torch
 from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.group.default import default_group
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.comm.group.work import Work
-from paceline.train.ddp.comm_hook import AnyFuture, DeferredFuture, GradBucket, Hook, Reduced, collect_all, future_of
+from paceline.train.ddp.comm_hook import (
+    AnyFuture,
+    DeferredFuture,
+    GradBucket,
+    Hook,
+    Reduced,
+    collect_all,
+    future_of,
+    reduced_tensor,
+)
 
 FutureHook = Callable[[object, GradBucket], "AnyFuture[Reduced]"]
 
@@ -64,12 +72,7 @@ def compress_wrapper(dtype: torch.dtype, hook: Hook) -> FutureHook:
         if original.is_floating_point():  # complex gradients are not converted
             bucket.set_buffer(original.to(dtype))
         future = hook(state, bucket)
-
-        def decompress() -> Reduced:
-            reduced = future.result() if isinstance(future, Work) else future.wait()
-            return original.copy_(reduced if isinstance(reduced, torch.Tensor) else reduced[0])
-
-        return DeferredFuture(decompress)
+        return DeferredFuture(lambda: original.copy_(reduced_tensor(future)))
 
     return compressed
 

@@ -172,7 +172,8 @@ class Reducer:
     def _unused_by(self, outputs: Sequence[torch.Tensor]) -> set[str]:
         if not outputs or self._averager.allows_unused:
             return set()
-        return self._gradients.names_without(used_parameters(outputs))
+        used = used_parameters(outputs)
+        return {name for name, param in self._gradients.named().items() if id(param) not in used}
 
     def leave_out(self, output: object) -> None:
         """Excludes `output` from averaging, even while another forward pass awaits its backward pass.
@@ -306,8 +307,9 @@ class Reducer:
                 self._raise_missing("this backward", missing)
 
     def _raise_missing(self, which: str, missing: Sequence[str]) -> None:
-        held = self._gradients
-        text = missing_gradient_text(which, missing, held.frozen(), len(held.names), self._averager.static_graph)
+        named = self._gradients.named()
+        frozen = {name for name, param in named.items() if not param.requires_grad}
+        text = missing_gradient_text(which, missing, frozen, len(named), self._averager.static_graph)
         raise RuntimeError(f"{self._me()}: {text}")
 
     def _me(self) -> str:

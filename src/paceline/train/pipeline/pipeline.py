@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -135,11 +135,8 @@ def into_micro_batches(batch: tuple[torch.Tensor, ...], micro_batches: int) -> l
     return list(zip(*(part.tensor_split(micro_batches) for part in batch), strict=True))
 
 
-class LossFunction(Protocol):
-    """Interface for functions that compute a micro-batch's mean loss from the last layer's output and the target."""
-
-    def __call__(self, output: Any, target: Any, /) -> torch.Tensor:
-        """Returns the mean loss, a scalar."""
+LossFunction = Callable[[Any, Any], torch.Tensor]
+"""A function that computes a micro-batch's mean loss, a scalar, from the last layer's output and the target."""
 
 
 class Pipeline(nn.Module):

@@ -29,10 +29,8 @@ class PipelinePhase(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    INPUT = "I"
-    """The gradient of the stage's input, which the previous stage needs."""
-    WEIGHT = "W"
-    """The gradients of the stage's weights, which no other stage needs."""
+    INPUT = "I"  # the gradient of the stage's input, which the previous stage needs
+    WEIGHT = "W"  # the gradients of the stage's weights, which no other stage needs
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -204,12 +202,9 @@ class StageMessage:
 class Action(Enum):
     """The operation that a rank performs on a message."""
 
-    SEND = "send"
-    """Start sending the result of the previous task."""
-    POST = "post"
-    """Start receiving the message."""
-    AWAIT = "await"
-    """Wait for a message that was posted."""
+    SEND = "send"  # start sending the result of the previous task
+    POST = "post"  # start receiving the message
+    AWAIT = "await"  # wait for a message that was posted
 
 
 @dataclass(frozen=True, slots=True)
