@@ -1,10 +1,14 @@
-"""SyncBatchNorm: batch normalization over the batches of all ranks."""
+"""SyncBatchNorm: batch normalization over the batches of all ranks.
+
+The statistics of a set of values are one tensor, which contains the number of values in each channel, followed by each
+channel's mean and each channel's sum of squared deviations. `accumulator` returns its dtype. The tensor stays on the
+device of the values, so the host does not have to synchronize with that device.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,29 +21,6 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.preconditions import require_module
 
 
-@dataclass(frozen=True)
-class ChannelStatistics:
-    """The number of values in each channel, and each channel's mean and sum of squared deviations.
-
-    The tensors stay on the device of the values, so the host does not have to synchronize with that device.
-    `accumulator` returns their dtype, and `count` is a scalar.
-    """
-
-    count: torch.Tensor
-    mean: torch.Tensor
-    squares: torch.Tensor
-
-    def pack(self) -> torch.Tensor:
-        """Concatenates the statistics into one tensor."""
-        return torch.cat([self.count.view(1), self.mean, self.squares])
-
-    @staticmethod
-    def unpack(packed: torch.Tensor) -> ChannelStatistics:
-        """Extracts the statistics from a tensor that `pack` has returned."""
-        mean, squares = packed[1:].chunk(2)
-        return ChannelStatistics(packed[0], mean, squares)
-
-
 def accumulator(values: torch.Tensor) -> torch.dtype:
     """Returns the dtype in which statistics are computed: float64 on the CPU, and at least float32 on other devices.
 
@@ -48,35 +29,39 @@ def accumulator(values: torch.Tensor) -> torch.dtype:
     return torch.float64 if values.is_cpu else torch.promote_types(values.dtype, torch.float32)
 
 
-def measure(values: torch.Tensor) -> ChannelStatistics:
+def measure(values: torch.Tensor) -> torch.Tensor:
     """Returns the statistics of each channel (the second dimension)."""
-    dtype = accumulator(values)
-    count = values.numel() // values.shape[1]
-    number = torch.full((), count, dtype=dtype, device=values.device)
-    if count == 0:
-        nothing = torch.zeros(values.shape[1], dtype=dtype, device=values.device)
-        return ChannelStatistics(number, nothing, nothing)
+    dtype, channels = accumulator(values), values.shape[1]
+    count = torch.full((1,), values.numel() // channels, dtype=dtype, device=values.device)
+    if values.numel() == 0:
+        return count.new_zeros(1 + 2 * channels)
     if values.is_cpu:
-        by_channel = values.detach().transpose(0, 1).reshape(values.shape[1], -1).to(dtype)
+        by_channel = values.detach().transpose(0, 1).reshape(channels, -1).to(dtype)
         variance, mean = torch.var_mean(by_channel, 1, correction=0)
     else:  # a transposed copy would take extra memory on the device
         variance, mean = torch.var_mean(values.detach().to(dtype), _all_but_channels(values), correction=0)
-    return ChannelStatistics(number, mean, variance * number)
+    return torch.cat([count, mean, variance * count])
 
 
-def combine(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
-    """Combines the statistics of several sets of values into those of their union (Chan, Golub and LeVeque 1979).
+def combine(parts: torch.Tensor) -> torch.Tensor:
+    """Combines the statistics of several sets of values, one per row, into those of their union.
 
-    >>> whole = combine([measure(torch.tensor([[1.0], [2.0]])), measure(torch.tensor([[6.0]]))])
-    >>> whole.count.item(), whole.mean.item(), whole.squares.item()
-    (3.0, 3.0, 14.0)
+    The method is that of Chan, Golub and LeVeque 1979.
+
+    >>> combine(torch.stack([measure(torch.tensor([[1.0], [2.0]])), measure(torch.tensor([[6.0]]))])).tolist()
+    [3.0, 3.0, 14.0]
     """
-    counts = torch.stack([part.count for part in parts]).unsqueeze(1)
-    means = torch.stack([part.mean for part in parts])
-    count = counts.sum()
+    counts, means, squares = _unpacked(parts)
+    count = counts.sum(0)
     mean = (means * counts).sum(0) / count.clamp(min=1)
-    squares = (torch.stack([part.squares for part in parts]) + counts * (means - mean) ** 2).sum(0)
-    return ChannelStatistics(count, mean, squares)
+    return torch.cat([count, mean, (squares + counts * (means - mean) ** 2).sum(0)])
+
+
+def _unpacked(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the number of values, the means, and the sums of squared deviations along the last dimension."""
+    channels = statistics.shape[-1] // 2
+    count, mean, squares = statistics.split([1, channels, channels], -1)
+    return count, mean, squares
 
 
 def _all_but_channels(values: torch.Tensor) -> list[int]:
@@ -160,12 +145,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return 1.0 / float(count) if count.is_cpu else count.double().reciprocal()
 
     @torch.no_grad()
-    def _track(self, packed: torch.Tensor, momentum: float | torch.Tensor) -> None:
-        statistics = ChannelStatistics.unpack(packed)
-        for running, batch in (
-            (self.running_mean, statistics.mean),
-            (self.running_var, statistics.squares / (statistics.count - 1)),
-        ):
+    def _track(self, statistics: torch.Tensor, momentum: float | torch.Tensor) -> None:
+        count, mean, squares = _unpacked(statistics)
+        for running, batch in ((self.running_mean, mean), (self.running_var, squares / (count - 1))):
             assert running is not None
             newest = batch.to(running.dtype)
             if isinstance(momentum, torch.Tensor):
@@ -248,47 +230,47 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         group: ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        own = measure(input).pack()
-        everyones = list(own.new_empty(group.size(), len(own)).unbind())
-        group.all_gather(everyones, own)
-        whole = combine([ChannelStatistics.unpack(theirs) for theirs in everyones])
+        own = measure(input)
+        everyones = own.new_empty(group.size(), len(own))
+        group.all_gather(list(everyones.unbind()), own)
+        statistics = combine(everyones)
+        count, mean, squares = _unpacked(statistics)
         # the comparison with `count` synchronizes with the device
-        if input.numel() <= input.shape[1] and whole.count <= 1:
+        if input.numel() <= input.shape[1] and count <= 1:
             raise ValueError(
-                f"SyncBatchNorm got {int(whole.count)} value for each channel from all {group.size()} ranks, whose "
+                f"SyncBatchNorm got {int(count)} value for each channel from all {group.size()} ranks, whose "
                 "variance is not defined; use larger batches, or call eval() first"
             )
-        inverse = (whole.squares / whole.count + eps).rsqrt()
+        inverse = (squares / count + eps).rsqrt()
         kind = torch.promote_types(input.dtype, torch.float32)
         shape = [1, -1] + [1] * (input.dim() - 2)
-        centered = input.to(kind) - whole.mean.to(kind).view(shape)
+        centered = input.to(kind) - mean.to(kind).view(shape)
         output = centered * (inverse if weight is None else inverse * weight).to(kind).view(shape)
         if bias is not None:
             output = output + bias.to(kind).view(shape)
-        packed = whole.pack()
-        ctx.save_for_backward(input, weight, packed, inverse)
+        ctx.save_for_backward(input, weight, statistics, inverse)
         ctx.group = group
         ctx.has_bias = bias is not None
-        ctx.mark_non_differentiable(packed)
-        return output.to(input.dtype), packed
+        ctx.mark_non_differentiable(statistics)
+        return output.to(input.dtype), statistics
 
     @staticmethod
     @once_differentiable
     @eager
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input, weight, packed, inverse = ctx.saved_tensors
-        whole = ChannelStatistics.unpack(packed)
+        input, weight, statistics, inverse = ctx.saved_tensors
+        count, mean, _ = _unpacked(statistics)
         kind = torch.promote_types(input.dtype, torch.float32)
         shape = [1, -1] + [1] * (input.dim() - 2)
         dims, dtype = _all_but_channels(input), accumulator(input)
         gradient = gradient.to(kind)
-        normal = (input.to(kind) - whole.mean.to(kind).view(shape)) * inverse.to(kind).view(shape)
+        normal = (input.to(kind) - mean.to(kind).view(shape)) * inverse.to(kind).view(shape)
         sums = torch.stack([gradient.sum(dims, dtype=dtype), (gradient * normal).sum(dims, dtype=dtype)])
         of_bias, of_weight = sums.clone()
         ctx.group.all_reduce(sums)
         of_input = None
         if ctx.needs_input_grad[0]:
-            means = (sums / whole.count).to(kind)
+            means = (sums / count).to(kind)
             slope = (inverse if weight is None else inverse * weight).to(kind)
             of_input = (gradient - means[0].view(shape) - normal * means[1].view(shape)) * slope.view(shape)
             of_input = of_input.to(input.dtype)
