@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from statistics import median_low
 
 import msgspec
@@ -62,20 +62,15 @@ class BatchAssignments:
     def learn(self, others: Iterable[BatchAssignment], *, is_new: bool) -> None:
         """Merges the latest assignments of the view's members.
 
-        Args:
-            others: The latest assignment of each member.
-            is_new: Whether this member is new. A new member is treated as if it had been present for the latest batch,
-                so its next `begin` reports only later changes.
+        A new member is treated as if it had been present for the latest batch: its next `begin` reports only later
+        changes.
         """
         self.latest = max([self.latest, *others], key=lambda dealt: dealt.round)
         if is_new:
             self._reported = self.latest.members
 
     def begin(self, round_number: int, members: tuple[str, ...]) -> ViewChange | None:
-        """Begins a batch and assigns it to `members`, unless it is already assigned.
-
-        Returns:
-            The change in members since the last batch, or None.
+        """Begins a batch and assigns it to `members`, unless it is already assigned; returns the change in members.
 
         >>> early, late = BatchAssignments(), BatchAssignments()
         >>> early.begin(0, ("a", "b", "c"))
@@ -115,14 +110,10 @@ def even_counts(shards: int, ranks: int) -> list[int]:
 
 
 def fair_counts(shards: int, shard_ns: Sequence[int], now: Sequence[int]) -> list[int]:
-    """Returns the number of shards per rank, or `now` if a change is not worthwhile.
+    """Returns the number of shards per rank, or the current numbers `now` if a change is not worthwhile.
 
-    Minimizes the time of the slowest rank, and gives every rank a shard if there are enough shards.
-
-    Args:
-        shards: The number of shards.
-        shard_ns: The time per shard on each rank, in nanoseconds, or 0 if unknown.
-        now: The current number of shards of each rank.
+    Minimizes the time of the slowest rank, and gives every rank a shard if there are enough shards. `shard_ns` is the
+    time per shard on each rank, or 0 if unknown.
 
     >>> fair_counts(12, [10, 10, 20, 20], [3, 3, 3, 3])
     [4, 4, 2, 2]
@@ -149,9 +140,7 @@ def fair_counts(shards: int, shard_ns: Sequence[int], now: Sequence[int]) -> lis
 
 def _adds_up_in_core(counts: Sequence[int]) -> bool:
     """Returns True if a tree over ranks with these shard counts computes the same sum as the tree over shards."""
-    root, stops = Node(0, sum(counts)), [*accumulate(counts)]
-    runs = [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
-    return is_tree_over_ranks(root, [nodes_within(run, root) for run in runs])
+    return is_tree_over_ranks(Node(0, sum(counts)), deal_runs(counts))
 
 
 def smoothed(before_ns: int, measured_ns: int) -> int:
@@ -170,61 +159,38 @@ Deal = list[list[Node]]  # for each rank, the tree nodes whose sums it computes
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
     """The status that a member sends when it enters a view.
 
-    Attributes:
-        round: The member's next round, or FRESH.
-        held: The tree nodes whose sums the member holds for round `round`.
-        shard_ns: The member's time per shard in nanoseconds, or 0 before it has computed any shard.
-        dealt: The latest batch assignment that the member has received or created.
-        has_begun: Whether the member has begun the batch that contains round `round`.
-        voted: The digest of the result for which the member voted in round `round`, or 0.
-        committed: The digest of the previous round's result, or 0.
-        has_followed: Whether the member has repeated the others' optimizer steps (in a DDP loop) and lacks only the
-            rest of the state.
-        parts: The index and digest of each part of the state that was not compared while the member caught up.
-        is_sender: Whether the member is the sender of a transfer.
-        guest_until: The round before which the member is a guest. A guest's state has not been fully compared with the
-            states of the other members, and a guest's vote does not count.
+    A member is a *guest* until its state has been fully compared with the states of the other members. A guest's vote
+    does not count.
     """
 
-    round: int
-    held: tuple[tuple[int, int], ...] = ()
-    shard_ns: int = 0
-    dealt: BatchAssignment = NO_BATCH_ASSIGNMENT
-    has_begun: bool = False
-    voted: int = 0
-    committed: int = 0
-    has_followed: bool = False
-    parts: tuple[tuple[int, int], ...] = ()
-    is_sender: bool = False
-    guest_until: int = 0
+    round: int  # the member's next round, or FRESH
+    held: tuple[tuple[int, int], ...] = ()  # the tree nodes whose sums the member holds for round `round`
+    shard_ns: int = 0  # the member's time per shard, or 0 before it has computed any shard
+    dealt: BatchAssignment = NO_BATCH_ASSIGNMENT  # the latest one that the member has received or created
+    has_begun: bool = False  # whether the member has begun the batch that contains round `round`
+    voted: int = 0  # the digest of the result for which the member voted in round `round`, or 0
+    committed: int = 0  # the digest of the previous round's result, or 0
+    has_followed: bool = False  # whether it has repeated the others' optimizer steps and lacks only the other state
+    parts: tuple[tuple[int, int], ...] = ()  # index and digest of each part of the state not compared in the catch-up
+    is_sender: bool = False  # whether the member is the sender of a transfer
+    guest_until: int = 0  # the round before which the member is a guest
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The decisions that follow from the members' statuses.
+    """The decisions that follow from the members' statuses."""
 
-    Attributes:
-        round: The round that is computed next.
-        deal: The tree nodes of each rank in round `round`.
-        source: For each rank, the rank from which it receives the state or a part of it, or None if it has the state.
-        late: The ranks that have the latest result without the confirmation that it was committed.
-        outvoted: The late ranks that voted for a different result.
-        committed: The digest of the latest result.
-        followers: The ranks that lack only a part of the state.
-        guest_until: For each rank, the round before which its vote on the state does not count.
-    """
-
-    round: int
-    deal: Deal
-    source: tuple[int | None, ...]
-    late: frozenset[int] = frozenset()
-    outvoted: frozenset[int] = frozenset()
-    committed: int = 0
-    followers: frozenset[int] = frozenset()
-    guest_until: tuple[int, ...] = ()
+    round: int  # the round that is computed next
+    deal: Deal  # in round `round`
+    source: tuple[int | None, ...]  # for each rank, the rank that sends it the state or a part of it, if it lacks any
+    late: frozenset[int] = frozenset()  # ranks with the latest result, but without confirmation of its commit
+    outvoted: frozenset[int] = frozenset()  # the late ranks that voted for a different result
+    committed: int = 0  # the digest of the latest result
+    followers: frozenset[int] = frozenset()  # the ranks that lack only a part of the state
+    guest_until: tuple[int, ...] = ()  # for each rank, the round before which it is a guest
 
     def guests(self, round_number: int) -> frozenset[int]:
-        """Returns the ranks that are guests in a round; see `MemberStatus`."""
+        """Returns the ranks that are guests in a round."""
         return frozenset(rank for rank, until in enumerate(self.guest_until) if round_number < until)
 
 
@@ -234,8 +200,7 @@ NOTHING_AGREED = Agreement(0, [], ())
 def agree(statuses: Sequence[MemberStatus], shards: int) -> Agreement:
     """Returns the members' next actions, given their statuses by rank.
 
-    Raises:
-        ValueError: A member is more than one round behind, which the protocol rules out.
+    Raises ValueError if a member is more than one round behind, which the protocol rules out.
     """
     rounds = [FRESH if status.has_followed else status.round for status in statuses]
     latest = max(rounds)
@@ -250,28 +215,19 @@ def agree(statuses: Sequence[MemberStatus], shards: int) -> Agreement:
     held = [status.held if number == latest else () for status, number in zip(statuses, rounds, strict=True)]
     deal = complete([[Node(*node) for node in nodes] for nodes in held], shards)
     lacking = [rank for rank, round_ in enumerate(rounds) if round_ == FRESH]
-    followers = frozenset(rank for rank in lacking if _is_up_to_date(statuses[rank], latest, committed))
-    source = _sources(statuses, senders, lacking, followers)
-    guest_until = [status.guest_until for status in statuses]
-    for rank in lacking:
-        guest_until[rank] = latest + WINDOWS if rank in followers else 0
-    return Agreement(latest, deal, source, late, outvoted, committed, followers, tuple(guest_until))
-
-
-def _is_up_to_date(status: MemberStatus, latest: int, committed: int) -> bool:
-    return status.has_followed and status.round == latest and status.committed == committed
-
-
-def _sources(
-    statuses: Sequence[MemberStatus], senders: Sequence[int], lacking: Sequence[int], followers: frozenset[int]
-) -> tuple[int | None, ...]:
-    """Returns the source for each rank that lacks state. Followers receive state from the senders of transfers."""
+    followers = frozenset(
+        rank
+        for rank in lacking
+        if statuses[rank].has_followed and (statuses[rank].round, statuses[rank].committed) == (latest, committed)
+    )
     transfer_senders = [rank for rank in senders if statuses[rank].is_sender] or senders
-    chosen: dict[int, int] = {}
+    source: list[int | None] = [None] * len(statuses)
+    guest_until = [status.guest_until for status in statuses]
     for index, rank in enumerate(lacking):
         able = transfer_senders if rank in followers else senders
-        chosen[rank] = able[index % len(able)]
-    return tuple(chosen.get(rank) for rank in range(len(statuses)))
+        source[rank] = able[index % len(able)]
+        guest_until[rank] = latest + WINDOWS if rank in followers else 0
+    return Agreement(latest, deal, tuple(source), late, outvoted, committed, followers, tuple(guest_until))
 
 
 def deal_runs(counts: Sequence[int]) -> Deal:
@@ -280,9 +236,10 @@ def deal_runs(counts: Sequence[int]) -> Deal:
     >>> deal_runs([2, 1, 1])[1:]
     [[Node(first=2, stop=3)], [Node(first=3, stop=4)]]
     """
-    root = Node(0, sum(counts))
-    starts = [sum(counts[:rank]) for rank in range(len(counts))]
-    return [nodes_within(range(start, start + count), root) for start, count in zip(starts, counts, strict=True)]
+    stops = [*accumulate(counts)]
+    return [
+        nodes_within(range(stop - count, stop), Node(0, sum(counts))) for stop, count in zip(stops, counts, strict=True)
+    ]
 
 
 def deal_evenly(shards: int, ranks: int) -> Deal:
@@ -308,16 +265,7 @@ def complete(held: Sequence[Sequence[Node]], shards: int) -> Deal:
     missing = [shard for shard in range(shards) if not covered[shard]]
     for rank, mine in enumerate(kept):
         share = run_of_rank(len(missing), len(kept), rank)
-        mine += _nodes_of([missing[index] for index in share], shards)
+        for _, run in groupby(share, key=lambda index: missing[index] - index):  # runs of consecutive shards
+            chosen = [missing[index] for index in run]
+            mine += nodes_within(range(chosen[0], chosen[-1] + 1), Node(0, shards))
     return kept
-
-
-def _nodes_of(chosen: Sequence[int], shards: int) -> list[Node]:
-    """Returns the largest tree nodes that together cover the chosen shards, which must be in ascending order."""
-    nodes: list[Node] = []
-    first = 0
-    for index in range(1, len(chosen) + 1):
-        if index == len(chosen) or chosen[index] != chosen[index - 1] + 1:
-            nodes += nodes_within(range(chosen[first], chosen[index - 1] + 1), Node(0, shards))
-            first = index
-    return nodes

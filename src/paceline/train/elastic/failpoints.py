@@ -11,6 +11,8 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 from paceline.errors import StoreConnectionError
 
@@ -52,15 +54,9 @@ POINTS_OF_CHECKPOINTS = (
 # Points reached while checkpoints are copied to the memory of launchers.
 POINTS_OF_COPIES = ("copies.begin", "copies.write", "copies.finish", "copies.commit", "copies.done")
 _ALL_POINTS = (
-    *POINTS,
-    *POINTS_OF_SENDERS,
-    *POINTS_OF_CHILDREN,
-    *POINTS_OF_RECEIVERS,
-    *POINTS_OF_DDP_LOOPS,
-    *POINTS_OF_CHECKPOINTS,
-    *POINTS_OF_COPIES,
+    *(*POINTS, *POINTS_OF_SENDERS, *POINTS_OF_CHILDREN, *POINTS_OF_RECEIVERS),
+    *(*POINTS_OF_DDP_LOOPS, *POINTS_OF_CHECKPOINTS, *POINTS_OF_COPIES),
 )
-_DELAY_S = 0.3
 
 _reached: Counter[str] = Counter()
 _orders: dict[tuple[str, int], str] = {}
@@ -100,18 +96,6 @@ def failpoint(point: str) -> None:
             _ACTIONS[action]()
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _exit() -> None:
-    os._exit(3)
-
-
 def _raise() -> None:
     raise RuntimeError("a failpoint raised this error")
 
@@ -120,8 +104,11 @@ def _lose() -> None:
     raise StoreConnectionError("a failpoint broke the connections")
 
 
-def _delay() -> None:
-    time.sleep(_DELAY_S)
-
-
-_ACTIONS = {"kill": _kill, "stop": _stop, "exit": _exit, "raise": _raise, "delay": _delay, "lose": _lose}
+_ACTIONS: dict[str, Callable[[], object]] = {
+    "kill": partial(signal.raise_signal, signal.SIGKILL),
+    "stop": partial(signal.raise_signal, signal.SIGSTOP),
+    "exit": partial(os._exit, 3),
+    "raise": _raise,
+    "delay": partial(time.sleep, 0.3),
+    "lose": _lose,
+}

@@ -42,7 +42,7 @@ class LauncherConnection:
         self._transfers: dict[int, StateTransfer] = {}
         self._latest_transfer = 0
         self._offers: list[TransferOffer] = []
-        self._dismissed: ExitRequest | None = None
+        self.dismissed: ExitRequest | None = None  # the order to exit
         self._reason = ""
         self._is_lost = False
         self._on_view: Callable[[View], None] | None = None
@@ -52,8 +52,7 @@ class LauncherConnection:
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> LauncherConnection | None:
         """Returns the connection described by the environment, or None if there is no elastic launcher.
 
-        Raises:
-            RuntimeError: this process is not the worker, but a process that the worker started.
+        Raises RuntimeError if this process is not the worker, but a process that the worker started.
         """
         fd = environment.get(FD_VARIABLE)
         if fd is None:
@@ -72,11 +71,6 @@ class LauncherConnection:
         return f"worker {self.name} (pid {os.getpid()})"
 
     @property
-    def dismissed(self) -> ExitRequest | None:
-        """The order to exit, or None."""
-        return self._dismissed
-
-    @property
     def offers(self) -> list[TransferOffer]:
         """The offers received for this worker's latest transfer."""
         with self._changed:
@@ -86,12 +80,12 @@ class LauncherConnection:
     def latest_view(self, after: int) -> View | None:
         """Returns the latest received view with a generation greater than `after`, or None."""
         with self._changed:
-            return max((view for view in self._views.values() if view.generation > after), default=None, key=_number)
+            return self._views.get(max((number for number in self._views if number > after), default=0))
 
     def view_until(self, number: int) -> View | None:
         """Returns the latest received view with a generation of at most `number`, or None."""
         with self._changed:
-            return max((view for view in self._views.values() if view.generation <= number), default=None, key=_number)
+            return self._views.get(max((known for known in self._views if known <= number), default=0))
 
     def transfers_until(self, number: int) -> list[StateTransfer]:
         """Removes and returns the transfers up to `number` that list this worker as a sender."""
@@ -121,27 +115,22 @@ class LauncherConnection:
         """Waits for a view later than `after` for which `accepts` returns True, or for the order to exit.
 
         During a long wait, each reason for waiting that the launcher sends is printed once. The launcher enforces the
-        deadlines.
-
-        Raises:
-            LauncherLostError: The launcher has exited.
+        deadlines. Raises LauncherLostError if the launcher has exited.
         """
 
         def found() -> list[View | ExitRequest]:
-            if self._dismissed is not None:
-                return [self._dismissed]
-            later = [view for view in self._views.values() if view.generation > after and accepts(view)]
-            return [max(later, key=_number)] if later else []
+            if self.dismissed is not None:
+                return [self.dismissed]
+            later = [number for number, view in self._views.items() if number > after and accepts(view)]
+            return [self._views[max(later)]] if later else []
 
         return self.await_news(found)
 
     def await_news(self, found: Callable[[], Sequence[T]]) -> T:
         """Waits until `found` returns a non-empty sequence, and returns its first item.
 
-        `found` is called at the beginning, after each message and at regular intervals.
-
-        Raises:
-            LauncherLostError: The launcher has exited.
+        `found` is called at the beginning, after each message and at regular intervals. Raises LauncherLostError if the
+        launcher has exited.
         """
         printed, began_s = "", time.monotonic()
         with self._changed:
@@ -190,17 +179,12 @@ class LauncherConnection:
             case WaitNotice(reason):
                 self._reason = reason
             case ExitRequest():
-                self._dismissed = message
-
-
-def _number(view: View) -> int:
-    return view.generation
+                self.dismissed = message
 
 
 def same_bits_as(facts: Mapping[str, object]) -> str:
-    """Returns the fingerprint of a worker; workers with equal fingerprints compute bitwise equal results.
+    """Returns the fingerprint of a worker, given all facts on which its results depend by their name in messages.
 
-    Args:
-        facts: the versions, settings and tensors on which the results depend, with their names in error messages.
+    Workers with equal fingerprints compute bitwise equal results.
     """
     return msgspec.json.encode({name: str(fact) for name, fact in facts.items()}).decode()

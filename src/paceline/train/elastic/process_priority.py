@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import TypeVar
 
 NICENESS = 5  # reduces the share of a contended core to about a third of a training process's share
@@ -59,22 +60,17 @@ class LoweredPriorities:
 
 def _can_undo(own: int) -> bool:
     """Tests on a separate thread whether a lowered priority can be restored; returns the result."""
-    results: list[bool] = []
 
-    def attempt() -> None:
+    def attempt() -> bool:
         thread = threading.get_native_id()
         try:
             os.setpriority(os.PRIO_PROCESS, thread, own + 1)
             os.setpriority(os.PRIO_PROCESS, thread, own)
         except OSError:
-            results.append(False)
-        else:
-            results.append(_niceness(thread) == own)
+            return False
+        return _niceness(thread) == own
 
-    trial = threading.Thread(target=attempt, name="paceline-priority")
-    trial.start()
-    trial.join()
-    return results == [True]
+    return _on_thread("paceline-priority", attempt)
 
 
 def _threads_below(pid: int) -> Iterator[int]:
@@ -106,19 +102,24 @@ def lower_thread_priority() -> None:
 
 def run_at_low_priority(work: Callable[[], T]) -> T:
     """Runs `work` on a separate thread with low priority; returns its result or raises its exception."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+
+    def run() -> T:
+        lower_thread_priority()
+        return work()
+
+    return _on_thread("paceline-learning", run)
+
+
+def _on_thread(name: str, work: Callable[[], T]) -> T:
+    done: Future[T] = Future()
 
     def run() -> None:
-        lower_thread_priority()
         try:
-            results.append(work())
+            done.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="paceline-learning")
+    thread = threading.Thread(target=run, name=name)
     thread.start()
     thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return done.result()

@@ -31,18 +31,11 @@ class _WorkerMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class WorkerReady(_WorkerMessage, frozen=True):
-    """The worker has built its model and requests to join. It has no state that others could copy.
+    """The worker has built its model and requests to join. It has no state that others could copy."""
 
-    Attributes:
-        fingerprint: A string that is identical on all workers whose results are bitwise equal.
-        learns: Whether the worker can catch up while the members train. If False, the members pause while it receives
-            the state.
-        after: The number of the last transfer offered to the worker. This transfer and all earlier ones have failed.
-    """
-
-    fingerprint: str
-    learns: bool = False
-    after: int = 0
+    fingerprint: str  # identical on all workers whose results are bitwise equal
+    learns: bool = False  # whether it can catch up during training; if not, the members pause while it gets the state
+    after: int = 0  # the last transfer offered to the worker; this transfer and all earlier ones have failed
 
 
 class TransferReady(_WorkerMessage, frozen=True):
@@ -87,38 +80,23 @@ class LoopFinished(_WorkerMessage, frozen=True):
 
 
 class View(_WorkerMessage, frozen=True):
-    """The workers that currently train together.
+    """The workers that currently train together."""
 
-    Attributes:
-        generation: The view number, larger than that of any earlier view.
-        members: The workers' names, by rank.
-        is_planned: Whether the members enter the view at the beginning of a batch rather than immediately.
-        must_wait: Whether the view has fewer workers than the job needs. If so, its members finish the batch in
-            progress but do not begin another.
-        store: The store for the members' rendezvous, in the format of PACELINE_STORE, or "" for the previous store.
-        previous: The generation of the latest view that the coordinator had issued or taken over, or 0 if none.
-    """
-
-    generation: int
-    members: tuple[str, ...]
-    is_planned: bool
-    must_wait: bool = False
-    store: str = ""
-    previous: int = 0
+    generation: int  # larger than that of any earlier view
+    members: tuple[str, ...]  # the workers' names, by rank
+    is_planned: bool  # whether the members enter the view at the beginning of a batch rather than immediately
+    must_wait: bool = False  # whether the members are too few, and must not begin another batch after the current one
+    store: str = ""  # the store for the members' rendezvous, as in PACELINE_STORE, or "" for the previous store
+    previous: int = 0  # the generation of the latest view that the coordinator had issued or taken over, or 0
 
 
 class StateTransfer(_WorkerMessage, frozen=True):
     """The members in `senders` serve a snapshot to `receiver`.
 
     The senders take the snapshot at the first batch boundary after every member has received this message.
-
-    Attributes:
-        number: The transfer number, larger than the generation of any earlier view.
-        receiver: The name of the receiver.
-        senders: The names of the senders.
     """
 
-    number: int
+    number: int  # larger than the generation of any earlier view
     receiver: str
     senders: tuple[str, ...]
 
@@ -158,21 +136,13 @@ def encode_message(message: FromWorker | ToWorker) -> bytes:
 
 
 def decode_from_worker(datagram: bytes) -> FromWorker:
-    """Decodes a worker's message.
-
-    Raises:
-        ValueError: The datagram is not a message from a worker.
-    """
+    """Decodes a worker's message; raises ValueError if the datagram is not one."""
     message: FromWorker = decode_untrusted(_from_worker.decode, datagram)
     return message
 
 
 def decode_to_worker(datagram: bytes) -> ToWorker:
-    """Decodes a launcher's message.
-
-    Raises:
-        ValueError: The datagram is not a message from a launcher.
-    """
+    """Decodes a launcher's message; raises ValueError if the datagram is not one."""
     message: ToWorker = decode_untrusted(_to_worker.decode, datagram)
     return message
 
@@ -190,30 +160,18 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     All recorded facts remain true, so the copies of several launchers can be merged. A launcher that has recorded a
     worker's death also has all views that the worker received.
-
-    Attributes:
-        term: The largest known term of a coordinator.
-        coordinator: The machine number of the coordinator with this term.
-        fingerprint: The fingerprint of the job's members.
-        complete: The generation of the last view that all its members are known to have entered, or 0.
-        views: The last complete view and all later ones.
-        dead: The members of `views` whose death was confirmed.
-        ended: The numbers of the machines whose launchers and workers have exited.
-        peers: The machines with their launchers' addresses.
-        transfers: The last transfer to each receiver that may not have caught up yet.
-        job: An identifier that distinguishes this job from all others.
     """
 
-    term: int = 0
-    coordinator: int = -1
+    term: int = 0  # the largest known term of a coordinator
+    coordinator: int = -1  # the machine number of the coordinator with this term
     fingerprint: str = ""
-    complete: int = 0
-    views: tuple[View, ...] = ()
-    dead: tuple[str, ...] = ()
-    ended: tuple[int, ...] = ()
+    complete: int = 0  # the generation of the last view that all its members are known to have entered, or 0
+    views: tuple[View, ...] = ()  # the last complete view and all later ones
+    dead: tuple[str, ...] = ()  # the members of `views` whose death was confirmed
+    ended: tuple[int, ...] = ()  # the numbers of the machines whose launchers and workers have exited
     peers: tuple[LauncherAddress, ...] = ()
-    transfers: tuple[StateTransfer, ...] = ()
-    job: str = ""
+    transfers: tuple[StateTransfer, ...] = ()  # the last transfer to each receiver that may not have caught up yet
+    job: str = ""  # distinguishes this job from all others
 
     def is_dead(self, uid: str) -> bool:
         """Returns True if a worker's death was confirmed."""
@@ -232,43 +190,25 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A running worker, and the messages from this worker that are still relevant.
-
-    Attributes:
-        uid: The worker's name.
-        messages: The relevant messages from the worker.
-        stalled: The reason why the launcher considers the worker stalled, or None.
-    """
+    """A running worker, and the messages from this worker that are still relevant."""
 
     uid: str
     messages: tuple[FromWorker, ...] = ()
-    stalled: str | None = None
+    stalled: str | None = None  # the reason why the launcher considers the worker stalled
 
 
 class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A launcher's report to the coordinator that it has begun to follow.
-
-    Attributes:
-        number: The launcher's machine number.
-        host: The machine's host name.
-        slots: The number of workers that the launcher keeps running.
-        first_slot: The number of the launcher's first slot in the job.
-        knowledge: The launcher's copy of the job state.
-        workers: The running workers.
-        ended: For each worker that has exited, its name, a description of the cause, and its exit code.
-        finished: The names of the workers that have completed their training loop.
-        is_leaving: Whether the launcher will exit as soon as its workers have exited.
-    """
+    """A launcher's report to the coordinator that it has begun to follow."""
 
     number: int
     host: str
-    slots: int
-    first_slot: int
+    slots: int  # the number of workers that the launcher keeps running
+    first_slot: int  # the number of the launcher's first slot in the job
     knowledge: ReplicatedJobState
     workers: tuple[WorkerReport, ...] = ()
-    ended: tuple[tuple[str, str, int], ...] = ()
-    finished: tuple[str, ...] = ()
-    is_leaving: bool = False
+    ended: tuple[tuple[str, str, int], ...] = ()  # for each exited worker: its name, the cause, and its exit code
+    finished: tuple[str, ...] = ()  # the names of the workers that have completed their training loop
+    is_leaving: bool = False  # whether the launcher will exit as soon as its workers have exited
 
 
 def has_quorum(members: Collection[str], dead: Collection[str], reachable: Collection[str]) -> bool:

@@ -114,7 +114,7 @@ class Coordinator:
 
         Args:
             policy: The coordinator's settings.
-            now_s: The current time, in seconds.
+            now_s: The current time.
             term: A number larger than the term of any earlier coordinator of this job.
             home: The name of the coordinator's own machine, or None if no other machine can take over. If given, the
                 name of each machine is its number.
@@ -124,9 +124,14 @@ class Coordinator:
         self._registry = WorkerRegistry()
         self._home = home
         self._job = ElasticJob(
-            policy, now_s, self._registry, Views(self._registry, term, store=store), is_shared=home is not None
+            policy,
+            now_s,
+            self._registry,
+            Views(self._registry, term, store=store),
+            is_shared=home is not None,
+            identity=identity,
+            quiet_until_s=now_s + policy.quiet_s,
         )
-        self._job.identity, self._job.quiet_until_s = identity, now_s + policy.quiet_s
         self._is_resuming = False
         self.retirement: CoordinatorHandover | None = None  # set when this coordinator's launcher is about to exit
         self._lacks_quorum_s: float | None = None  # the time at which the quorum was lost
@@ -144,13 +149,8 @@ class Coordinator:
         """Takes over a job from another coordinator, given the reports of the machines that follow this coordinator.
 
         The other coordinator's last messages are repeated to workers that may have missed them. Workers that the other
-        coordinator excluded from a view stay excluded.
-
-        Args:
-            reports: The machines' reports.
-            now_s: The current time, in seconds.
-            addresses: The new addresses of launchers whose address has changed, by machine.
-            stores: For each machine, the store for the members' rendezvous while its launcher is the coordinator.
+        coordinator excluded from a view stay excluded. By machine, `addresses` holds the launchers' addresses that have
+        changed, and `stores` the store for the members' rendezvous while that machine's launcher is the coordinator.
         """
         known = merge_reports(reports)
         resume(self._job, known, now_s)
@@ -233,11 +233,7 @@ class Coordinator:
     def machine_lost(self, machine: str, why: str, now_s: float, silent_s: float = 0.0) -> CoordinatorOrders:
         """Records that the machine is unreachable. Its workers may still be running, and may be training with others.
 
-        Args:
-            machine: The machine's name.
-            why: The reason that is shown to the user.
-            now_s: The current time, in seconds.
-            silent_s: The time since the last contact, in seconds.
+        The user is shown the reason `why`. The last contact was `silent_s` seconds ago.
         """
         found = self._registry.machines.get(machine)
         if found is None or not found.is_reachable:
@@ -283,11 +279,7 @@ class Coordinator:
     ) -> CoordinatorOrders:
         """Records that a worker is running, or that a known worker is still running.
 
-        Args:
-            uid: The worker's name.
-            machine: The name of its machine.
-            now_s: The current time, in seconds.
-            messages: The worker's messages that are still relevant, if the machine was unreachable.
+        If the machine was unreachable, `messages` holds the worker's messages that are still relevant.
         """
         found = self._registry.machines.get(machine)
         if found is None or self._job.over is not None:
@@ -300,7 +292,11 @@ class Coordinator:
             worker.runs()
             if is_known:
                 self._job.remind(worker)
-            replay_messages(self._job, worker, messages, is_known, now_s)
+            is_in = any(isinstance(message, ViewInstalled) for message in messages)
+            for message in messages:
+                # A known request to join that a view has answered does not mean that the worker has lost its state.
+                if not (isinstance(message, WorkerReady) and is_known and is_in):
+                    handle_message(self._job, worker, message, now_s)
         else:  # the worker's machine was wrongly considered dead, and the other members continued
             self._job.orders.append(SendOrder(found.name, uid, ExitRequest("the others have continued without it")))
         return self._settle(now_s)
@@ -437,14 +433,13 @@ def _handle_join_request(job: ElasticJob, worker: WorkerRecord, message: WorkerR
     """Handles a request to join. A member that sends such a request no longer holds the state."""
     if worker.phase is WorkerPhase.MEMBER and worker.has_state:
         worker.loses_state()
-    fingerprint = message.fingerprint
     reset_transfer(job, worker, message)
     if worker.phase is not WorkerPhase.OUTSIDE:
         return
-    worker.fingerprint = fingerprint
-    if worker.leaving is not None or job.ending_s is not None:
-        job.dismiss(worker, f"asked to leave: {worker.leaving}" if worker.leaving else "the job has finished")
-    elif job.fingerprint is not None and job.fingerprint != fingerprint:
+    worker.fingerprint = message.fingerprint
+    if job.dismiss_needless(worker):
+        return
+    if job.fingerprint is not None and job.fingerprint != message.fingerprint:
         refuse_worker(job, worker, job.fingerprint)
     else:
         worker.phase, worker.ready_s = WorkerPhase.READY, now_s
@@ -456,11 +451,9 @@ def _broke(job: ElasticJob, worker: WorkerRecord, message: ViewFailed, now_s: fl
     views, breaks = job.views, job.breaks
     breaks.committed(message.round)
     generation = message.generation
-    if (
-        worker.phase is not WorkerPhase.MEMBER
-        or views.base is None
-        or generation < max(views.base.generation, worker.since)
-    ):
+    if worker.phase is not WorkerPhase.MEMBER or views.base is None:
+        return
+    if generation < max(views.base.generation, worker.since):
         return
     if not worker.has_state and worker not in views.base_team:
         if message.round < 0:
@@ -469,14 +462,3 @@ def _broke(job: ElasticJob, worker: WorkerRecord, message: ViewFailed, now_s: fl
         worker.has_state = True  # the worker caught up or received the state before its connections broke
     report = ConnectionFailure(generation, now_s + job.policy.break_patience_s)
     breaks.reported(worker.uid, report, message.reason)
-
-
-def replay_messages(
-    job: ElasticJob, worker: WorkerRecord, messages: Sequence[FromWorker], is_known: bool, now_s: float
-) -> None:
-    """Handles the messages that a worker sent while its machine was unreachable; some may have been handled before."""
-    is_in = any(isinstance(message, ViewInstalled) for message in messages)
-    for message in messages:
-        if isinstance(message, WorkerReady) and is_known and is_in:
-            continue  # this request was handled before, and does not mean that the worker has lost its state
-        handle_message(job, worker, message, now_s)

@@ -21,40 +21,24 @@ from paceline.train.elastic.protocol import (
 
 @dataclass(frozen=True)
 class CoordinatorPolicy:
-    """The coordinator's settings. Only tests need values other than the defaults. All times are in seconds.
+    """The coordinator's settings. Only tests need values other than the defaults."""
 
-    Attributes:
-        min_workers: The minimum number of members. If there are fewer, they finish their batch and wait.
-        max_machines: The maximum number of machines that participate at the same time; additional machines stand by.
-        start_patience_s: The time for which the first view waits for all workers once `min_workers` are ready.
-        gather_s: The time for which a ready worker waits for others that may become ready at about the same time.
-        break_patience_s: The time to wait for a death that explains a report of broken connections.
-        most_breaks: The number of breaks within `breaks_within_s` that the job tolerates without a death or a committed
-            round between them. The next break ends the job.
-        breaks_within_s: The period to which `most_breaks` applies.
-        hope_s: The time to wait for newcomers to report that they hold the state, after all known holders have died.
-        quorum_timeout_s: The time for which a coordinator waits for a quorum.
-        join_timeout_s: The time for which the job waits for `min_workers`.
-        return_patience_s: The time from the last contact until an unreachable machine's workers are removed from the
-            view, unless workers report broken connections earlier.
-        quiet_s: The time for which the first view is delayed, to wait for reports of another running job.
-        follow_patience_s: The time for which a new coordinator waits for a machine to reconnect before it excludes the
-            machine's workers.
-    """
-
-    min_workers: int = 1
-    max_machines: int = 1 << 30
-    start_patience_s: float = 10.0
-    gather_s: float = 0.2
-    break_patience_s: float = 0.3
+    min_workers: int = 1  # if there are fewer members, they finish their batch and wait
+    max_machines: int = 1 << 30  # the number that participate at the same time; additional machines stand by
+    start_patience_s: float = 10.0  # time for which the first view waits for all workers once `min_workers` are ready
+    gather_s: float = 0.2  # time for which a ready worker waits for others that become ready at about the same time
+    break_patience_s: float = 0.3  # time to wait for a death that explains a report of broken connections
+    # The job ends at the next break after `most_breaks` within `breaks_within_s` without a death or a committed round.
     most_breaks: int = 5
     breaks_within_s: float = 30.0
-    hope_s: float = 10.0
-    quorum_timeout_s: float = 120.0
-    join_timeout_s: float = 600.0
+    hope_s: float = 10.0  # time for newcomers to report that they hold the state, after all known holders have died
+    quorum_timeout_s: float = 120.0  # time for which a coordinator waits for a quorum
+    join_timeout_s: float = 600.0  # time for which the job waits for `min_workers`
+    # The time from the last contact until an unreachable machine's workers are removed from the view, unless workers
+    # report broken connections earlier.
     return_patience_s: float = 0.0
-    quiet_s: float = 0.0
-    follow_patience_s: float = 0.5
+    quiet_s: float = 0.0  # time for which the first view waits for reports of another running job
+    follow_patience_s: float = 0.5  # time after which a new coordinator excludes the workers on absent machines
 
 
 @dataclass(frozen=True)
@@ -93,66 +77,40 @@ class ConnectionFailures:
 
     def are_too_many(self, policy: CoordinatorPolicy, now_s: float) -> bool:
         """Counts a forced view that no death explains; returns whether the job should give up."""
-        self._forced_s = [forced_s for forced_s in self._forced_s if now_s - forced_s < policy.breaks_within_s] + [
-            now_s
-        ]
+        recent_s = [forced_s for forced_s in self._forced_s if now_s - forced_s < policy.breaks_within_s]
+        self._forced_s = [*recent_s, now_s]
         return len(self._forced_s) > policy.most_breaks
 
 
 @dataclass
 class ElasticJob:
-    """The known state of a job, and the pending orders.
-
-    Attributes:
-        policy: The coordinator's settings.
-        began_s: The time at which the job began.
-        registry: The records of machines and workers.
-        views: The views that were issued.
-        breaks: The reports of broken connections.
-        over: The order that ended the job, or None.
-        fingerprint: The fingerprint that all members share, or None before the first view.
-        finished: The workers that have completed their training loop.
-        ending_s: The time at which the first worker finished, or None.
-        leaving_s: The time at which all members had been asked to leave, or None.
-        few_s: The time at which the number of members became too small, or None.
-        held: The message that lists the workers that the job is waiting for, or None.
-        held_s: The time at which the wait for these workers began.
-        due_s: The times at which the state must be evaluated again if no event arrives.
-        orders: The pending orders.
-        is_shared: Whether other launchers may have to take over as coordinator.
-        withheld: The recipients of the latest view, or None once enough launchers have stored the view.
-        lacks_quorum: Whether the job is waiting for members without which it must not continue.
-        transfers: An earlier coordinator's transfers to receivers that have not reported yet, by receiver.
-        transfer_offers: The senders' replies, by transfer and sender.
-        must_move: Whether the members must change to another store, because the store of the latest view is about to
-            close.
-        identity: An identifier that distinguishes this job from all others.
-        quiet_until_s: The earliest time for the first view.
-    """
+    """The known state of a job, and the pending orders."""
 
     policy: CoordinatorPolicy
     began_s: float
     registry: WorkerRegistry
     views: Views
     breaks: ConnectionFailures = field(default_factory=ConnectionFailures)
-    over: EndOrder | None = None
-    fingerprint: str | None = None
-    finished: list[WorkerRecord] = field(default_factory=list)
-    ending_s: float | None = None
-    leaving_s: float | None = None
-    few_s: float | None = None
-    held: str | None = None
-    held_s: float = 0.0
-    due_s: list[float] = field(default_factory=list)
+    over: EndOrder | None = None  # the order that ended the job
+    fingerprint: str | None = None  # shared by all members; None before the first view
+    finished: list[WorkerRecord] = field(default_factory=list)  # workers that have completed their training loop
+    ending_s: float | None = None  # the time at which the first worker finished
+    leaving_s: float | None = None  # the time at which all members had been asked to leave
+    few_s: float | None = None  # the time at which the number of members became too small
+    held: str | None = None  # the message that lists the workers that the job is waiting for
+    held_s: float = 0.0  # the time at which the wait for these workers began
+    due_s: list[float] = field(default_factory=list)  # times at which to evaluate the state even without an event
     orders: list[CoordinatorOrder] = field(default_factory=list)
-    is_shared: bool = False
-    withheld: list[WorkerRecord] | None = None
-    lacks_quorum: bool = False
+    is_shared: bool = False  # whether other launchers may have to take over as coordinator
+    withheld: list[WorkerRecord] | None = None  # recipients of the latest view until enough launchers have stored it
+    lacks_quorum: bool = False  # whether the job is waiting for members without which it must not continue
+    # An earlier coordinator's transfers to receivers that have not reported yet, by receiver.
     transfers: dict[str, StateTransfer] = field(default_factory=dict)
+    # The senders' replies, by transfer and sender.
     transfer_offers: dict[int, dict[str, TransferReady]] = field(default_factory=dict)
-    must_move: bool = False
-    identity: str = ""
-    quiet_until_s: float = 0.0
+    must_move: bool = False  # whether the members must change to another store, because theirs is about to close
+    identity: str = ""  # distinguishes this job from all others
+    quiet_until_s: float = 0.0  # the earliest time for the first view
     _last_text: str = ""
 
     def say(self, text: str) -> None:
@@ -171,13 +129,17 @@ class ElasticJob:
         worker.phase = WorkerPhase.DISMISSED
         self.tell(worker, ExitRequest(reason, code))
 
+    def dismiss_needless(self, worker: WorkerRecord) -> bool:
+        """Dismisses a worker that was asked to leave, or any worker while the job ends; returns whether it did."""
+        is_needless = worker.leaving is not None or self.ending_s is not None
+        if is_needless:
+            self.dismiss(worker, f"asked to leave: {worker.leaving}" if worker.leaving else "the job has finished")
+        return is_needless
+
     def give(self, members: Sequence[WorkerRecord], *, is_planned: bool) -> None:
         """Issues the next view, and sends it to the members and to the workers that the view excludes."""
-        outside = (
-            [worker for worker in self.registry.workers.values() if worker.phase is WorkerPhase.OUTSIDE]
-            if self.is_shared
-            else []
-        )
+        known = self.registry.workers.values() if self.is_shared else ()
+        outside = [worker for worker in known if worker.phase is WorkerPhase.OUTSIDE]
         recipients = {worker.uid: worker for worker in [*members, *self.views.concerned, *outside]}
         must_wait = len(members) < self.policy.min_workers and self.ending_s is None
         self.views.give(members, is_planned=is_planned, must_wait=must_wait)
@@ -188,12 +150,12 @@ class ElasticJob:
 
     def release(self) -> None:
         """Sends the latest view if every later coordinator would also hold the view."""
-        view = self.views.latest
-        if view is None or self.withheld is None:
+        view, recipients = self.views.latest, self.withheld
+        if view is None or recipients is None:
             return
         if self.is_shared and self.ending_s is None and not self.views.is_known():
             return
-        recipients, self.withheld = self.withheld, None
+        self.withheld = None
         for worker in recipients:
             self.tell(worker, view)
 

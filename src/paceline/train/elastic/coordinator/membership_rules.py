@@ -138,11 +138,8 @@ def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady
 def mark_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None:
     """Marks a receiver that has caught up as ready, even if a view has excluded it in the meantime."""
     worker.has_caught_up = worker.learns
-    if worker.phase is WorkerPhase.OUTSIDE and worker.learns:
-        if worker.leaving is not None or job.ending_s is not None:
-            job.dismiss(worker, f"asked to leave: {worker.leaving}" if worker.leaving else "the job has finished")
-        else:
-            worker.phase, worker.ready_s = WorkerPhase.READY, now_s
+    if worker.phase is WorkerPhase.OUTSIDE and worker.learns and not job.dismiss_needless(worker):
+        worker.phase, worker.ready_s = WorkerPhase.READY, now_s
 
 
 def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: WorkerReady) -> None:

@@ -22,34 +22,21 @@ _REMEMBERED = 64  # number of views whose members are kept to interpret late rep
 
 @dataclass
 class Views:
-    """The views issued by one coordinator. The upper bits of their generations are the coordinator's term.
-
-    Attributes:
-        registry: The records of machines and workers.
-        term: The coordinator's term.
-        base: The base view (see above); `base_team` contains its members.
-        latest: The latest view (see above); `team` contains its members.
-        is_complete: Whether all members of the latest view have entered it.
-        has_begun: Whether any view has been entered by all its members. Before that, no round can have been committed.
-        since_complete: The last view that all members have entered, and the views issued since.
-        completed: The generation of the last view that all members have entered, or 0.
-        store: The store that members of future views use for their rendezvous.
-        must_meet: Whether members of the latest view may be waiting at a store that no longer exists.
-    """
+    """The views issued by one coordinator. The upper bits of their generations are the coordinator's term."""
 
     registry: WorkerRegistry
     term: int
     base: View | None = None
     latest: View | None = None
-    base_team: list[WorkerRecord] = field(default_factory=list)
-    team: list[WorkerRecord] = field(default_factory=list)
+    base_team: list[WorkerRecord] = field(default_factory=list)  # the members of the base
+    team: list[WorkerRecord] = field(default_factory=list)  # the members of the latest view
     newcomers: list[WorkerRecord] = field(default_factory=list)
-    is_complete: bool = False
-    has_begun: bool = False
-    since_complete: list[View] = field(default_factory=list)
-    completed: int = 0
-    store: str = ""
-    must_meet: bool = False
+    is_complete: bool = False  # whether all members of the latest view have entered it
+    has_begun: bool = False  # whether all members of any view have entered it; before that, no round can be committed
+    since_complete: list[View] = field(default_factory=list)  # the last complete view, and the views issued since
+    completed: int = 0  # the generation of the last complete view, or 0
+    store: str = ""  # the store that members of future views use for their rendezvous
+    must_meet: bool = False  # whether members of the latest view may be waiting at a store that no longer exists
     _count: int = 0
     _members_of: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _missing_in: dict[int, set[str]] = field(default_factory=dict)  # members that have not entered, by generation

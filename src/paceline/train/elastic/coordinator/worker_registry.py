@@ -19,87 +19,49 @@ class WorkerPhase(Enum):
 
 @dataclass(eq=False)
 class MachineRecord:
-    """A machine whose launcher has joined the job.
+    """A machine whose launcher has joined the job."""
 
-    Attributes:
-        name: The machine's name, unique in the job.
-        host: The host name, for error messages.
-        slots: The number of workers that the launcher keeps running.
-        has_begun: Whether the launcher has been ordered to start its workers.
-        replaces: Whether the launcher replaces workers that exit.
-        listed: The workers reported since the machine reconnected, or None if all have been reported.
-        lost_s: The time of the last contact, if the machine is unreachable.
-        address: The address at which other launchers reach the launcher.
-        known: The generation of the latest view that the launcher has confirmed.
-        replicated: The job state that was last replicated to the launcher.
-        has_left: Whether the launcher has exited.
-        has_announced_end: Whether the launcher itself announced its exit, which implies that its workers have exited.
-        is_leaving: Whether the launcher will exit as soon as its workers have exited.
-        store: The store for the members' rendezvous if this launcher is the coordinator.
-    """
-
-    name: str
-    host: str
-    slots: int
+    name: str  # unique in the job
+    host: str  # for error messages
+    slots: int  # the number of workers that the launcher keeps running
     is_reachable: bool = True
-    has_begun: bool = False
-    replaces: bool = True
-    listed: set[str] | None = None
-    lost_s: float = 0.0
-    address: str = ""
-    known: int = 0
-    replicated: ReplicatedJobState | None = None
-    has_left: bool = False
-    has_announced_end: bool = False
-    is_leaving: bool = False
-    store: str = ""
+    has_begun: bool = False  # whether the launcher has been ordered to start its workers
+    replaces: bool = True  # whether the launcher replaces workers that exit
+    listed: set[str] | None = None  # the workers reported since the machine reconnected; None if all have been reported
+    lost_s: float = 0.0  # the time of the last contact, if the machine is unreachable
+    address: str = ""  # the address at which other launchers reach the launcher
+    known: int = 0  # the generation of the latest view that the launcher has confirmed
+    replicated: ReplicatedJobState | None = None  # the job state that was last replicated to the launcher
+    has_left: bool = False  # whether the launcher has exited
+    has_announced_end: bool = False  # whether it announced its exit, which implies that its workers have exited
+    is_leaving: bool = False  # whether the launcher will exit as soon as its workers have exited
+    store: str = ""  # the store for the members' rendezvous if this launcher is the coordinator
 
 
 @dataclass(eq=False)
 class WorkerRecord:
-    """A worker process.
+    """A worker process."""
 
-    Attributes:
-        uid: The worker's name, unique in the job.
-        machine: The machine on which the worker runs.
-        fingerprint: A string that is identical on all workers whose results are bitwise equal.
-        ready_s: The time at which the worker became ready.
-        learns: Whether the worker can catch up while others train (see `membership_rules.py`).
-        has_caught_up: Whether the worker has caught up.
-        transfer: The state transfer to the worker, or None.
-        refusals: The names of the senders that cannot serve the transfer.
-        offers: The senders' offers that were passed on to the worker.
-        since: The generation of the view in which the worker last became a member.
-        installed: The generation of the latest view that the worker has entered.
-        has_state: Whether the worker has entered a view that contains it, and therefore holds the job's state.
-        leaving: The reason why the worker was asked to exit, or None.
-        has_finished: Whether the worker's training loop has completed.
-        stalled: The reason why the launcher considers the worker unresponsive, or None.
-        is_fenced: Whether the launcher was ordered to kill the worker because it is stalled.
-        ended: A description of the worker's exit, or None while the worker is running.
-        was_drained: Whether all messages that the worker sent before its exit have been received.
-    """
-
-    uid: str
+    uid: str  # unique in the job
     machine: MachineRecord
     phase: WorkerPhase = WorkerPhase.OUTSIDE
-    fingerprint: str = ""
-    ready_s: float = 0.0
-    learns: bool = False
+    fingerprint: str = ""  # identical on all workers whose results are bitwise equal
+    ready_s: float = 0.0  # the time at which the worker became ready
+    learns: bool = False  # whether the worker can catch up while others train (see `membership_rules.py`)
     has_caught_up: bool = False
-    transfer: StateTransfer | None = None
-    refusals: set[str] = field(default_factory=set)
-    offers: list[TransferOffer] = field(default_factory=list)
-    since: int = 0
-    installed: int = 0
-    has_state: bool = False
-    leaving: str | None = None
-    has_finished: bool = False
-    stalled: str | None = None
-    is_fenced: bool = False
-    ended: str | None = None
+    transfer: StateTransfer | None = None  # the state transfer to the worker
+    refusals: set[str] = field(default_factory=set)  # the names of the senders that cannot serve the transfer
+    offers: list[TransferOffer] = field(default_factory=list)  # the senders' offers that were passed on to the worker
+    since: int = 0  # the generation of the view in which the worker last became a member
+    installed: int = 0  # the generation of the latest view that the worker has entered
+    has_state: bool = False  # whether it has entered a view that contains it, and therefore holds the job's state
+    leaving: str | None = None  # the reason why the worker was asked to exit
+    has_finished: bool = False  # whether the worker's training loop has completed
+    stalled: str | None = None  # the reason why the launcher considers the worker unresponsive
+    is_fenced: bool = False  # whether the launcher was ordered to kill the worker because it is stalled
+    ended: str | None = None  # a description of the worker's exit
     exit_code: int = 0
-    was_drained: bool = True
+    was_drained: bool = True  # whether all messages that the worker sent before its exit have been received
 
     @property
     def lives(self) -> bool:
