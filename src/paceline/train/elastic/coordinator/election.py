@@ -92,21 +92,13 @@ SearchStep = TryMachine | Pause | StopSearch | JobDeserted
 
 @dataclass
 class CoordinatorSearch:
-    """A launcher's search for a coordinator.
+    """A launcher's search for a coordinator."""
 
-    Attributes:
-        me: The launcher's machine number.
-        timeout_s: The time in seconds after which the launcher gives up the search.
-        chance: A function that returns random numbers between 0 and 1.
-        is_seeking: Whether the search is in progress.
-        answers: The result of the latest attempt to follow each machine, by machine number.
-    """
-
-    me: int
-    timeout_s: float
-    chance: Callable[[], float]
+    me: int  # the launcher's machine number
+    timeout_s: float  # the time after which the launcher gives up the search
+    chance: Callable[[], float]  # returns random numbers between 0 and 1
     is_seeking: bool = False
-    answers: dict[int, ContactResult] = field(default_factory=dict)
+    answers: dict[int, ContactResult] = field(default_factory=dict)  # of the latest attempt to follow each machine
     _leader: int | None = None  # the lost coordinator, while it may become reachable again
     _loss: ConnectionLoss = ConnectionLoss.SILENT
     _since_s: float = 0.0
@@ -138,12 +130,9 @@ class CoordinatorSearch:
         return self.is_seeking and not self._is_turning
 
     def next(self, peers: Sequence[int], now_s: float, *, is_done: bool = False) -> SearchStep:
-        """Returns the next step.
+        """Returns the next step, given the numbers of the machines that may be alive.
 
-        Args:
-            peers: The numbers of the machines that may be alive.
-            now_s: The current time, in seconds.
-            is_done: Whether this machine's workers have completed training, in which case the job is about to end.
+        If `is_done`, this machine's workers have completed training, and the job is about to end.
         """
         if now_s >= self._since_s + self.timeout_s:
             return StopSearch()
@@ -166,12 +155,7 @@ class CoordinatorSearch:
         return TryMachine(self.me, _STAND_S * (1 + self.chance()))
 
     def tried(self, number: int, answer: ContactResult, elsewhere: int | None = None) -> bool:
-        """Records the result of an attempt to follow machine `number`.
-
-        Args:
-            number: The machine number.
-            answer: The result of the attempt.
-            elsewhere: The number of the machine that the launcher on machine `number` follows, or None.
+        """Records the result of an attempt to follow machine `number`, whose launcher may itself follow `elsewhere`.
 
         Returns:
             Whether the result proves that the lost coordinator on machine `number` has exited, and that this launcher
@@ -179,8 +163,8 @@ class CoordinatorSearch:
             or if the connection was reset and the coordinator's port is closed.
         """
         self.answers[number] = answer
-        is_new = elsewhere is not None and elsewhere not in (self.me, self._leader, number)
-        if answer is ContactResult.ELSEWHERE and is_new and not self._is_away(elsewhere):
+        is_away = elsewhere is None or self.answers.get(elsewhere) in (ContactResult.ENDED, ContactResult.SILENT)
+        if answer is ContactResult.ELSEWHERE and not is_away and elsewhere not in (self.me, self._leader, number):
             self._order.insert(0, elsewhere)
         if number != self._leader or answer not in _GONE[self._loss]:
             return False
@@ -188,8 +172,7 @@ class CoordinatorSearch:
         return True
 
     def _begin(self, order: list[int | None], now_s: float) -> None:
-        self.answers, self._order, self._alone_s = {}, order, None
-        self._is_turning = False
+        self.answers, self._order, self._alone_s, self._is_turning = {}, order, None, False
         self._waits_until_s = now_s + _PATIENCE_S
 
     def _is_alone(self, peers: Sequence[int], now_s: float, is_done: bool) -> bool:
@@ -208,24 +191,15 @@ class CoordinatorSearch:
             self._alone_s = now_s
         return self._alone_s is not None and now_s >= self._alone_s + ALONE_S
 
-    def _is_away(self, number: int | None) -> bool:
-        return number is not None and self.answers.get(number) in (ContactResult.ENDED, ContactResult.SILENT)
-
 
 @dataclass
 class Candidacy:
-    """A launcher's candidacy: the reports of its followers, and whether the followers form a quorum.
+    """A launcher's candidacy: the reports of its followers, and whether the followers form a quorum."""
 
-    Attributes:
-        since_s: The time at which the candidacy began.
-        until_s: The time at which the candidacy ends if there are not enough followers.
-        reports: The followers' reports, by machine.
-    """
-
-    since_s: float
-    until_s: float
-    reports: dict[int, MachineReport] = field(default_factory=dict)
-    _enough_s: float | None = None
+    since_s: float  # the time at which the candidacy began
+    until_s: float  # the time at which the candidacy ends if there are not enough followers
+    reports: dict[int, MachineReport] = field(default_factory=dict)  # by machine
+    _enough_s: float | None = None  # the time since which there have been enough followers
 
     def follows(self, report: MachineReport, now_s: float) -> None:
         """Adds a follower's report."""

@@ -75,18 +75,21 @@ def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
     """Restores the job from replicated state. All machines are considered unreachable until they reconnect."""
     job.fingerprint, job.identity = known.fingerprint or None, known.job
     lost_s = now_s - job.policy.return_patience_s + job.policy.follow_patience_s
+
+    def machine_at(number: int, host: str = "", address: str = "") -> MachineRecord:
+        name = str(number)
+        absent = MachineRecord(name, host or f"machine {name}", 0, is_reachable=False, has_begun=True)
+        absent.lost_s, absent.address = lost_s, address
+        return job.registry.machines.setdefault(name, absent)
+
     for peer in known.peers:
-        name = str(peer.number)
-        job.registry.machines[name] = _absent(name, peer.host, lost_s, peer.address)
+        machine_at(peer.number, peer.host, peer.address)
     for uid in known.members:
-        name = str(machine_of(uid))
-        machine = job.registry.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
-        worker = job.registry.workers[uid] = WorkerRecord(uid, machine)
+        worker = job.registry.workers[uid] = WorkerRecord(uid, machine_at(machine_of(uid)))
         if known.is_dead(uid):
             worker.ended = "with its launcher" if machine_of(uid) in known.ended else "before"
     for number in known.ended:
-        name = str(number)
-        found = job.registry.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
+        found = machine_at(number)
         found.replaces, found.has_left, found.has_announced_end = False, True, True
     job.views.resume(known.views, known.complete)
     job.transfers = {
@@ -102,32 +105,18 @@ def succession(known: ReplicatedJobState, home: int) -> str:
     return f"machine {known.coordinator}, the previous coordinator, {state}; machine {home} coordinates from now on"
 
 
-def _absent(name: str, host: str, lost_s: float, address: str = "") -> MachineRecord:
-    return MachineRecord(name, host, 0, is_reachable=False, has_begun=True, lost_s=lost_s, address=address)
-
-
 @dataclass
 class CoordinatorHandover:
-    """The handover by a coordinator whose launcher is about to exit.
+    """The handover by a coordinator whose launcher is about to exit."""
 
-    Attributes:
-        home: The coordinator's machine.
-        store: The store that the members use for their rendezvous before the handover.
-        successor: The next coordinator's machine, or None if there is no candidate.
-        unfit_s: The time until which a machine is not considered, for each machine whose store some members could not
-            reach.
-        empty_s: The time at which the last worker on the coordinator's machine exited, or None.
-        ordered_s: The time at which the successor was ordered to stand, or None.
-        is_over: Whether the other machines have been ordered to follow the successor.
-    """
-
-    home: MachineRecord
-    store: str
-    successor: MachineRecord | None = None
+    home: MachineRecord  # the coordinator's machine
+    store: str  # the store that the members use for their rendezvous before the handover
+    successor: MachineRecord | None = None  # the next coordinator's machine
+    # For each machine whose store some members could not reach, the time until which it is not considered.
     unfit_s: dict[MachineRecord, float] = field(default_factory=dict)
-    empty_s: float | None = None
-    ordered_s: float | None = None
-    is_over: bool = False
+    empty_s: float | None = None  # the time at which the last worker on the coordinator's machine exited
+    ordered_s: float | None = None  # the time at which the successor was ordered to stand
+    is_over: bool = False  # whether the other machines have been ordered to follow the successor
 
     @property
     def has_resigned(self) -> bool:
@@ -144,10 +133,9 @@ def choose_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: fl
     views, before, unfit_s = job.views, retirement.successor, retirement.unfit_s
     if before is not None and job.breaks.waiting and views.is_on_its_way_to(before.store):
         unfit_s[before] = now_s + _UNFIT_S
+    running = [machine for machine in job.registry.machines.values() if machine.is_reachable and machine.has_begun]
     able = [
-        machine
-        for machine in job.registry.machines.values()
-        if machine is not retirement.home and _may_succeed(machine)
+        machine for machine in running if machine is not retirement.home and machine.store and not machine.is_leaving
     ]
     fit = [machine for machine in able if now_s >= unfit_s.get(machine, now_s)]
     if able and not fit:
@@ -192,20 +180,15 @@ def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) 
     if retirement.is_over or not (stands or now_s >= deadline_s(retirement)):
         return None
     retirement.is_over = True
-    others = [
-        machine for machine in job.registry.machines.values() if machine.is_reachable and machine is not retirement.home
-    ]
-    return [HandoverOrder(machine.name, int(successor.name)) for machine in [*others, retirement.home]]
+    others = [machine for machine in job.registry.machines.values() if machine is not retirement.home]
+    followers = [*(machine for machine in others if machine.is_reachable), retirement.home]
+    return [HandoverOrder(machine.name, int(successor.name)) for machine in followers]
 
 
 def deadline_s(retirement: CoordinatorHandover) -> float:
     """Returns the time at which the machines must follow the successor even if it is not a candidate yet."""
     assert retirement.ordered_s is not None
     return retirement.ordered_s + _STANDS_S
-
-
-def _may_succeed(machine: MachineRecord) -> bool:
-    return machine.is_reachable and machine.has_begun and not machine.is_leaving and bool(machine.store)
 
 
 def _has_workers(job: ElasticJob, machine: MachineRecord) -> bool:

@@ -67,12 +67,9 @@ def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerReco
     them.
     """
     with_them = {uid for worker in finished for uid in job.views.members_of(worker.installed)}
-    members = [
-        worker
-        for worker in job.registry.workers.values()
-        if worker.phase is WorkerPhase.MEMBER and worker.uid in with_them
-    ]
-    return [worker for worker in {worker.uid: worker for worker in [*finished, *members]}.values() if worker.lives]
+    living = [worker for worker in job.registry.workers.values() if worker.lives and worker not in finished]
+    members = [worker for worker in living if worker.phase is WorkerPhase.MEMBER and worker.uid in with_them]
+    return [*(worker for worker in finished if worker.lives), *members]
 
 
 def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
@@ -95,11 +92,8 @@ def has_closed(job: ElasticJob) -> bool:
     if not members or any(worker.phase is not WorkerPhase.DISMISSED for worker in members):
         return False
     if not any(worker.is_here for worker in members):
-        job.end(
-            EndOrder(
-                1, "All workers were asked to leave before the last round, and no other worker was left to take over."
-            )
-        )
+        left = "All workers were asked to leave before the last round, and no other worker was left to take over."
+        job.end(EndOrder(1, left))
     return True
 
 
@@ -430,14 +424,12 @@ def _nobody_left(job: ElasticJob, now_s: float) -> bool:
     A worker that is merely suspended still has its state, so the job waits until it resumes or exits.
     """
     members = job.views.concerned
-    if stopped := [worker for worker in members if worker.may_return and worker.is_stopped]:
-        job.lacks_quorum = not job.views.is_allowed()
-        _tell_whom_it_waits_for(
-            job, stopped, "it is stopped, and no other worker holds the job's state; send it SIGCONT", now_s
-        )
-        return False
     if away := [worker for worker in members if worker.may_return]:
         job.lacks_quorum = not job.views.is_allowed()
+        if stopped := [worker for worker in away if worker.is_stopped]:
+            why = "it is stopped, and no other worker holds the job's state; send it SIGCONT"
+            _tell_whom_it_waits_for(job, stopped, why, now_s)
+            return False
         return _must_end(job, away, "no other worker holds the job's state", now_s)
     unsure = [worker for worker in job.views.newcomers if worker.trains]
     if unsure and _wait_for(job, unsure, "they may hold the job's state", now_s, job.policy.hope_s):
