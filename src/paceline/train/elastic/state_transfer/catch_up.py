@@ -54,11 +54,9 @@ _TRIES, _MORE_TRIES = 4, 16
 
 @dataclass
 class AdmissionTest:
-    """Decides when a receiver can be admitted.
+    """Decides when a receiver can be admitted: when it has caught up, or has tried for so long that it never will.
 
-    A receiver is admitted when it has caught up, or when it has tried for so long that it is not expected to catch up,
-    because its loop is no faster than the members'. In the latter case, the members wait while the receiver replays the
-    missing rounds.
+    It never will if its loop is no faster than the members'. Then the members wait while it replays the missing rounds.
 
     >>> AdmissionTest().is_near(0), AdmissionTest().is_near(2)
     (True, False)
@@ -76,7 +74,7 @@ class AdmissionTest:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the receiver has tried for so long that it is admitted without having caught up."""
+        """Whether the receiver is admitted without having caught up."""
         return self._first is not None and self._taken > _TRIES * self._first + _MORE_TRIES
 
 
@@ -87,12 +85,17 @@ class SendersLostError(Exception):
 class RemoteLog:
     """The results of the rounds after a snapshot, fetched from the senders.
 
+    Calls for results raise SendersLostError if no sender is left.
+
     Args:
         senders: The connections to the senders' children, all of which serve the same results.
         on_near: A function that is called with the round number once the receiver can be admitted.
         check: A function that is called during waits, and may raise an error.
         may_come: A function that returns whether a receiver that has caught up may be admitted. It is called until it
-            returns True. Default: a function that returns True.
+            returns True.
+
+    Attributes:
+        is_near: Whether the receiver can be admitted to the members' next view.
     """
 
     def __init__(
@@ -106,21 +109,12 @@ class RemoteLog:
         self._on_near, self._check, self._may_come = on_near, check, may_come
         self._generation = 0  # the last view that, according to the log, the members have entered
         self._pursuit = AdmissionTest()
-        self._is_near = False
+        self.is_near = False
         self._next: tuple[RoundResult | ViewEntered, Values] | None = None
         self._steps = 0  # the optimizer steps since the previous round
 
-    @property
-    def is_near(self) -> bool:
-        """Whether the receiver can be admitted to the members' next view."""
-        return self._is_near
-
     def follow(self, round_number: int) -> tuple[LogItem, Values]:
-        """Returns the next log item of a round in a DDP loop; the last item of a round is its result.
-
-        Raises:
-            SendersLostError: No sender is left.
-        """
+        """Returns the next log item of a round in a DDP loop; the last item of a round is its result."""
         item, values = self._get(round_number)
         match item:
             case OptimizerStep():
@@ -132,14 +126,7 @@ class RemoteLog:
         return item, values
 
     def next(self, round_number: int) -> RoundResult | ViewEntered:
-        """Returns the members' next result or view, without removing a result.
-
-        Args:
-            round_number: The receiver's next round.
-
-        Raises:
-            SendersLostError: No sender is left.
-        """
+        """Returns the members' next result or view, given the receiver's next round, without removing a result."""
         if self._next is None:
             item, values = self._get(round_number)
             assert not isinstance(item, OptimizerStep), "the loop of logical shards has no such items"
@@ -151,11 +138,7 @@ class RemoteLog:
         return item
 
     def take(self, round_number: int) -> tuple[RoundResult, Values]:
-        """Removes and returns the result of a round.
-
-        Raises:
-            SendersLostError: No sender is left.
-        """
+        """Removes and returns the result of a round."""
         while not isinstance(self.next(round_number), RoundResult):
             pass  # skips a view that began in the middle of a batch, because such a view does not admit workers
         assert self._next is not None
@@ -165,7 +148,7 @@ class RemoteLog:
 
     def was_left_out(self) -> None:
         """Records that the receiver was not admitted, and must report again when it can be admitted."""
-        self._is_near = False
+        self.is_near = False
 
     def close(self) -> None:
         """Closes the transfer. Idempotent."""
@@ -179,8 +162,7 @@ class RemoteLog:
             try:
                 return self._get_from(sender, round_number)
             except (BrokenTransferError, OSError):
-                sender.close()
-                del self._senders[0]
+                self._senders.pop(0).close()
         raise SendersLostError(f"no worker serves the result of round {round_number} any longer")
 
     def _get_from(self, sender: Connection, round_number: int) -> tuple[LogItem, Values]:
@@ -198,7 +180,10 @@ class RemoteLog:
                 case ViewEntered():
                     return head, []
                 case OptimizerStep():
-                    return head, _receive_checked(sender, head)
+                    values = _receive(sender, head)
+                    if digest_of_chunk([memory_of(tensor) for tensor in values]) != head.digest:
+                        raise BrokenTransferError(f"a step before round {head.round} arrived damaged")
+                    return head, values
                 case RoundResult():
                     values = _receive(sender, head)
                     if self._pursuit.is_near(ahead):
@@ -208,16 +193,9 @@ class RemoteLog:
                     raise BrokenTransferError(f"{type(head).__name__} instead of a result")
 
     def _near(self, round_number: int) -> None:
-        if not self._is_near and (self._pursuit.is_hopeless or self._may_come()):
-            self._is_near = True
+        if not self.is_near and (self._pursuit.is_hopeless or self._may_come()):
+            self.is_near = True
             self._on_near(round_number)
-
-
-def _receive_checked(sender: Connection, head: OptimizerStep) -> Values:
-    values = _receive(sender, head)
-    if digest_of_chunk([memory_of(tensor) for tensor in values]) != head.digest:
-        raise BrokenTransferError(f"a step before round {head.round} arrived damaged")
-    return values
 
 
 def _receive(sender: Connection, head: RoundResult | OptimizerStep) -> Values:
@@ -274,9 +252,7 @@ class CatchUp:
     def _comes_in(self, generation: int, holds: Callable[[], int]) -> bool:
         """Enters the members' view, or a forced view that replaced it; returns False if this worker is excluded.
 
-        Args:
-            generation: The generation of the members' view.
-            holds: A function that returns the round whose initial state this worker has.
+        `holds` returns the round whose initial state this worker has.
         """
         after = generation - 1
         while True:
@@ -302,9 +278,7 @@ class LoopCatchUp(CatchUp):
     def result(self, round_number: int, state: int) -> tuple[Values, int]:
         """Returns the committed result of the round, and its digest.
 
-        Args:
-            round_number: The number of the round.
-            state: The digest of a part of this worker's state, which must equal the members' digest.
+        `state` is the digest of a part of this worker's state, which must equal the members' digest.
         """
         try:
             committed, values = self._replay.take(round_number)
@@ -354,15 +328,7 @@ _COMPARING_S = 2.0  # maximum time by which the comparison of all parts delays t
 
 
 class OptimizerCatchUp(CatchUp):
-    """Repeats the others' optimizer steps until this worker is admitted.
-
-    Args:
-        connection: The worker's connection to its launcher.
-        received: The result of the transfer, whose state has been restored.
-        enter: A function that enters a view.
-        end: A function that terminates this worker, given a reason and an exit code.
-        registry: This worker's state.
-        steps: The hooks that repeat optimizer steps.
+    """Repeats the others' optimizer steps, through the hooks `steps`, until this worker is admitted.
 
     Attributes:
         holds: The round whose initial state this worker has in full, or FRESH while it lacks a part of that state.
@@ -400,9 +366,8 @@ class OptimizerCatchUp(CatchUp):
     def until_admitted(self) -> None:
         """Blocks until this worker is in a view with the others.
 
-        Raises:
-            StateDivergedError: This worker's state differs from the members' state.
-            SendersLostError: No sender is left.
+        Raises StateDivergedError if this worker's state differs from the members', and SendersLostError if no sender is
+        left.
         """
         try:
             while True:

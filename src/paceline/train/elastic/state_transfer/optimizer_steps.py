@@ -10,7 +10,7 @@ state.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from paceline.comm.group.buffers import MemoryLayout, memory_layout
 from paceline.comm.group.collectives.object_codec import MalformedPayload, decode, encode
-from paceline.train.elastic.state_transfer.transfer_protocol import OptimizerStep, RoundResult
+from paceline.train.elastic.state_transfer.transfer_protocol import OptimizerStep, RoundResult, kinds_of
 from paceline.train.logical_shards.tree_sum import Values
 from paceline.train.module_tensors import memory_of
 
@@ -39,7 +39,10 @@ class StateDivergence:
         round_number: The round that follows the snapshot.
         committed: The digest of the previous round's result.
         windows: The number of parts into which the state is divided. Each round compares one of them.
-        is_large: Whether the state is so large that each part is compared only once. Default: False.
+        is_large: Whether the state is so large that each part is compared only once.
+
+    Raises:
+        StateDivergedError: Raised by `steps` and `passes` if the states differ, or a step cannot be repeated.
     """
 
     def __init__(self, round_number: int, committed: int, windows: int, *, is_large: bool = False) -> None:
@@ -52,11 +55,7 @@ class StateDivergence:
         self._steps_of_round = 0
 
     def steps(self, item: OptimizerStep) -> None:
-        """Records a step that is about to be repeated.
-
-        Raises:
-            StateDivergedError: The step cannot be repeated, or the others did not perform an earlier step.
-        """
+        """Records a step that is about to be repeated."""
         if item.obstacle:
             raise StateDivergedError(item.obstacle)
         if self._steps_of_round:
@@ -72,12 +71,7 @@ class StateDivergence:
     def passes(self, item: RoundResult, state: int | None) -> None:
         """Records a committed round.
 
-        Args:
-            item: The round's result.
-            state: The digest of a part of the receiver's state before the round, or None if it is not compared.
-
-        Raises:
-            StateDivergedError: The members' state was different.
+        `state` is the digest of a part of the receiver's state before the round, or None if it is not compared.
         """
         if self._steps_of_round:
             self._require_same(item.before)
@@ -142,11 +136,7 @@ class OptimizerStepHooks:
             optimizer.register_step_pre_hook(self._hook(name))
 
     def again(self, item: OptimizerStep, values: Values) -> None:
-        """Repeats a member's step with this worker's optimizer.
-
-        Raises:
-            StateDivergedError: This worker's optimizer is different, or raises an error.
-        """
+        """Repeats a member's step; raises StateDivergedError if this worker's optimizer is different or fails."""
         optimizer = self._optimizers.get(item.optimizer)
         if optimizer is None:
             raise StateDivergedError(f"it has no optimizer {item.optimizer!r}")
@@ -181,7 +171,8 @@ class OptimizerStepHooks:
             if self._again is not None:
                 _take_over(optimizer, *self._again)
             elif self.on_step is not None:
-                self.on_step(*_describe(name, optimizer, self.at, _closure(args, kwargs)))
+                closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first argument is the optimizer
+                self.on_step(*_describe(name, optimizer, self.at, closure))
                 self.note(_params(optimizer))
 
         return before_step
@@ -194,11 +185,6 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 def _layout(gradient: torch.Tensor) -> MemoryLayout | None:
     return memory_layout(gradient) if gradient.layout is torch.strided else None
-
-
-def _closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Returns the closure from the arguments to `step`, the first of which is the optimizer."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def _describe(
@@ -216,18 +202,13 @@ def _describe(
         return OptimizerStep(*at, name, obstacle=str(error)), []
     gradients = [param.grad for param in _params(optimizer)]
     tensors = [*(gradient for gradient in gradients if gradient is not None), *encoded.buffers]
-    memories = [memory_of(tensor) for tensor in tensors]
-    kinds = tuple((str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
-    present = tuple(gradient is not None for gradient in gradients)
-    return OptimizerStep(*at, name, sum(map(len, memories)), kinds, present, bytes(encoded.body)), memories
+    memories, present = [memory_of(tensor) for tensor in tensors], tuple(gradient is not None for gradient in gradients)
+    nbytes = sum(map(len, memories))
+    return OptimizerStep(*at, name, nbytes, kinds_of(tensors), present, bytes(encoded.body)), memories
 
 
 def _take_over(optimizer: torch.optim.Optimizer, item: OptimizerStep, values: Values) -> None:
-    """Sets an optimizer's gradients and options to those of a member's step.
-
-    Raises:
-        StateDivergedError: The gradients or options do not match the optimizer.
-    """
+    """Sets the gradients and options to those of a member's step; raises StateDivergedError if they do not match."""
     params, count = [*_params(optimizer)], sum(item.has_gradient)
     if len(params) != len(item.has_gradient):
         raise StateDivergedError(

@@ -10,11 +10,8 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-
-import torch
 
 from paceline.comm.group.buffers import as_memory, empty_buffers
 from paceline.comm.group.collectives.object_codec import MalformedPayload, decode
@@ -62,23 +59,15 @@ class ReceivedState:
         return state
 
 
-@dataclass
 class _ReceiveBuffers:
     """The memory that receives the state, allocated when the first sender announces the size of the state."""
 
-    contents: SnapshotContents
-    chunks: MissingChunks
-    layout: ChunkLayout
-    buffers: list[torch.Tensor]
-    memories: list[memoryview]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @classmethod
-    def of(cls, contents: SnapshotContents) -> _ReceiveBuffers:
-        """Allocates memory for the announced snapshot."""
-        buffers = empty_buffers(contents.sizes)
-        layout = ChunkLayout(contents.sizes, CHUNK_BYTES)
-        return cls(contents, MissingChunks(layout.count), layout, buffers, [as_memory(buffer) for buffer in buffers])
+    def __init__(self, contents: SnapshotContents) -> None:
+        self.contents = contents
+        self.buffers = empty_buffers(contents.sizes)
+        self.memories = [as_memory(buffer) for buffer in self.buffers]
+        self.layout = ChunkLayout(contents.sizes, CHUNK_BYTES)
+        self.chunks = MissingChunks(self.layout.count)
 
 
 class StateReceiver:
@@ -101,7 +90,9 @@ class StateReceiver:
         while True:
             for offer in self._offers():
                 if offer.sender not in self._tried:
-                    self._begin(offer)
+                    thread = threading.Thread(target=self._run, args=(offer,), name="paceline-receiver", daemon=True)
+                    self._tried[offer.sender] = thread
+                    thread.start()
             with self._changed:
                 self._changed.wait(_LOOK_S)
             if self._room is not None and self._room.chunks.is_complete:
@@ -109,11 +100,6 @@ class StateReceiver:
             if self._is_needless() or not any(thread.is_alive() for thread in self._tried.values()):
                 self._close()
                 return None
-
-    def _begin(self, offer: TransferOffer) -> None:
-        thread = threading.Thread(target=self._run, args=(offer,), name="paceline-receiver", daemon=True)
-        self._tried[offer.sender] = thread
-        thread.start()
 
     def _run(self, offer: TransferOffer) -> None:
         """Receives chunks from one sender until no chunk is left or the sender fails."""
@@ -142,7 +128,7 @@ class StateReceiver:
         """Returns the buffers, or None if this sender's snapshot differs from that of the first sender."""
         with self._changed:
             if self._room is None:
-                self._room = _ReceiveBuffers.of(contents)
+                self._room = _ReceiveBuffers(contents)
             same = self._room.contents.round == contents.round and self._room.contents.sizes == contents.sizes
             return self._room if same else None
 
@@ -230,19 +216,13 @@ class ViewAdmission:
     def has_failed(self, *, may_learn: bool) -> None:
         """Repeats the request after a failed transfer.
 
-        Args:
-            may_learn: Whether to try another transfer while the others train. If False, or after too many failures, the
-                others wait while the worker receives the state.
+        If `may_learn` is False, or after too many failures, the others wait while the worker receives the state.
         """
         self._failed = self._failed + 1 if may_learn else _MOST_TRANSFERS
         self.ask_again()
 
     def await_admission(self, after: int) -> View | ExitRequest | ReceivedState:
-        """Waits for a view with a generation greater than `after`, an order to exit, or a successful transfer.
-
-        Raises:
-            LauncherLostError: The launcher has exited.
-        """
+        """Waits for a view with a generation greater than `after`, an order to exit, or a successful transfer."""
         while True:
             news = self._connection.await_news(partial(self._news, after))
             if not isinstance(news, TransferOffer):
@@ -256,16 +236,12 @@ class ViewAdmission:
 
     def _news(self, after: int) -> list[View | ExitRequest | TransferOffer]:
         """Returns the view or the order to exit, or the offers of a transfer that is newer than the previous one."""
-        answer = self._answer(after)
-        return (
-            [answer]
-            if answer is not None
-            else [offer for offer in self._connection.offers if offer.transfer > self._latest]
-        )
+        if (answer := self._answer(after)) is not None:
+            return [answer]
+        return [offer for offer in self._connection.offers if offer.transfer > self._latest]
 
     def _answer(self, after: int) -> View | ExitRequest | None:
-        dismissed = self._connection.dismissed
-        return dismissed if dismissed is not None else self._connection.latest_view(after)
+        return self._connection.dismissed or self._connection.latest_view(after)
 
     def _has_a_place(self, after: int) -> bool:
         """Returns True if a transfer is unnecessary because a view contains this worker or the worker must exit."""

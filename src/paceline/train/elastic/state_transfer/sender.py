@@ -40,6 +40,7 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
     RoundResult,
     SnapshotContents,
     ViewEntered,
+    kinds_of,
 )
 from paceline.train.elastic.training_state import TrainingState
 from paceline.train.module_tensors import memory_of
@@ -61,9 +62,8 @@ class ReceiverDelays:
         """Adds a wait; returns a report for the user if this is the first wait or the total has grown enough."""
         self.count += 1
         self.total_s += for_s
-        if self._reported_s >= 0 and self.total_s < max(_GROWS * self._reported_s, self._reported_s + _LEAST_S):
-            return None
-        return self._report()
+        has_grown = self.total_s >= max(_GROWS * self._reported_s, self._reported_s + _LEAST_S)
+        return self._report() if self._reported_s < 0 or has_grown else None
 
     def over(self) -> str | None:
         """Returns a final report for the user, or None if the total was already reported."""
@@ -92,9 +92,7 @@ class Snapshot:
     Args:
         number: The transfer number.
         registry: The state of this worker.
-        round_number: The next round, as in `SnapshotContents`.
-        committed: The digest of the previous round's result.
-        dealt: The latest batch assignment.
+        round_number, committed, dealt: The next round, and so on; see `SnapshotContents`.
         listener: The listener to which the receiver connects; ownership passes to this object.
         key: The key that the receiver must hold.
 
@@ -222,19 +220,16 @@ class StateSender:
         return bool(self._given)
 
     def begin_batch(self, agreed: int, round_number: int, committed: int, dealt: BatchAssignment) -> None:
-        """Waits for slow receivers, and starts the transfers that have been announced to all members.
+        """Waits for slow receivers, and starts the transfers that have reached all members: those up to `agreed`.
 
-        Args:
-            agreed: The highest transfer number that has reached all members.
-            round_number: The next round.
-            committed: The digest of the previous round's result.
-            dealt: The latest batch assignment.
+        The next round is `round_number`, and `committed` is the digest of the previous round's result.
         """
         for number, snapshot in list(self._given.items()):
             began_s = time.monotonic()
             if snapshot.make_room():
                 _say(self._delays[number].waited(time.monotonic() - began_s))
-        self._forget_those_over()
+            if snapshot.is_over:
+                self._forget(number)
         for transfer in self._connection.transfers_until(agreed):
             self._begin(transfer, round_number, committed, dealt)
         self._watch_steps(round_number, committed)
@@ -255,9 +250,8 @@ class StateSender:
             self._steps.at = round_number + 1, digest
             result = []
         memories = [memory_of(tensor) for tensor in result]
-        kinds = tuple((str(tensor.dtype), tuple(tensor.shape)) for tensor in result)
         nbytes = sum(map(len, memories))
-        self._log(RoundResult(round_number, nbytes, kinds, digest, state, dealt, before), memories)
+        self._log(RoundResult(round_number, nbytes, kinds_of(result), digest, state, dealt, before), memories)
         failpoint("join.logged")
 
     def entering(self, round_number: int, view: View) -> None:
@@ -311,10 +305,6 @@ class StateSender:
             sys.stderr.write(f"paceline: {self._connection} cannot serve its state to {transfer.receiver}: {error}\n")
         failpoint("join.serving")
         self._connection.send(TransferReady(transfer.number, round_number, address))
-
-    def _forget_those_over(self) -> None:
-        for number in [number for number, snapshot in self._given.items() if snapshot.is_over]:
-            self._forget(number)
 
     def _forget(self, number: int) -> None:
         self._given.pop(number).close()

@@ -61,20 +61,12 @@ _libc = ctypes.CDLL(None)
 
 
 def new_log() -> int:
-    """Returns the descriptor of an empty log.
-
-    Raises:
-        OSError: Descriptors or memory are exhausted.
-    """
+    """Returns the descriptor of an empty log; raises OSError if descriptors or memory are exhausted."""
     return memfd_create("paceline-results")
 
 
 def append(log: int, item: LogItem, body: Sequence[memoryview] = ()) -> int:
-    """Appends an item to a log; returns the log's size.
-
-    Raises:
-        OSError: Memory is exhausted.
-    """
+    """Appends an item to a log and returns the log's size; raises OSError if memory is exhausted."""
     head = encode_head(item)
     pieces = [memoryview(_LENGTH.pack(len(head))), memoryview(head), *(part for part in body if len(part))]
     while pieces:
@@ -113,10 +105,7 @@ class LogReader:
     def next(self, round_: int, generation: int, steps: int = 0) -> LogEntry | None:
         """Returns the next entry that a receiver needs in a round, or None if it has not been logged yet.
 
-        Args:
-            round_: The number of the round.
-            generation: The latest `ViewEntered` generation that the receiver has.
-            steps: The number of this round's optimizer steps that the receiver has.
+        The receiver has `ViewEntered` up to `generation`, and the first `steps` optimizer steps of this round.
         """
         self._read()
         for entry in self._entries:
@@ -134,8 +123,7 @@ class LogReader:
     def forget(self, round_: int, steps: int = 0) -> int:
         """Frees the memory of all entries before a round.
 
-        Returns:
-            The offset up to which the receiver has the log, given that it has `steps` optimizer steps of that round.
+        Returns the offset up to which the receiver has the log if it has `steps` optimizer steps of that round.
         """
         self._read()
         kept = [entry for entry in self._entries if entry.item.round >= round_]
@@ -177,27 +165,15 @@ _MOST_DESCRIPTORS = 1 << 20
 
 @dataclass(frozen=True)
 class ServedSnapshot:
-    """The resources of the child that serves a snapshot.
+    """The resources of the child that serves a snapshot."""
 
-    Attributes:
-        number: The transfer number.
-        key: The key that the receiver must hold.
-        contents: The description of the snapshot.
-        memories: The snapshot's buffers.
-        listener: The listener to which the receiver connects.
-        log: The descriptor of the sender's log.
-        line: A socket to the sender. A byte means that the log has grown, and end of file means that the sender has
-            exited.
-        progress: The memory through which the child reports to the sender.
-    """
-
-    number: int
-    key: bytes
+    number: int  # the transfer number
+    key: bytes  # the key that the receiver must hold
     contents: SnapshotContents
-    memories: Sequence[memoryview]
-    listener: ListeningEndpoint
-    log: int
-    line: socket.socket
+    memories: Sequence[memoryview]  # the snapshot's buffers
+    listener: ListeningEndpoint  # the receiver connects to it
+    log: int  # the descriptor of the sender's log
+    line: socket.socket  # to the sender: a byte means that the log has grown, end of file that the sender has exited
     progress: TransferProgress
 
 
@@ -237,7 +213,10 @@ def serve_in_child(served: ServedSnapshot, sender_pid: int) -> NoReturn:
         _keep_only([served.listener.fileno(), served.log, served.line.fileno()])
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _serve(served)
+        if (receiver := run_at_low_priority(lambda: _await_receiver(served))) is not None:
+            receiver.settimeout(_PATIENCE_S)
+            served.line.setblocking(False)
+            SnapshotServer(served, receiver).run()
     except (OSError, BrokenTransferError):
         pass  # the receiver or the sender has disconnected
     finally:
@@ -256,15 +235,6 @@ def _keep_only(descriptors: Sequence[int]) -> None:
         os.closerange(first, max(first, kept))
         first = max(first, kept + 1)
     os.closerange(first, min(os.sysconf("SC_OPEN_MAX"), _MOST_DESCRIPTORS))
-
-
-def _serve(served: ServedSnapshot) -> None:
-    receiver = run_at_low_priority(lambda: _await_receiver(served))
-    if receiver is None:
-        return
-    receiver.settimeout(_PATIENCE_S)
-    served.line.setblocking(False)
-    SnapshotServer(served, receiver).run()
 
 
 def _await_receiver(served: ServedSnapshot) -> Connection | None:
@@ -293,13 +263,10 @@ class SnapshotServer:
         self._passed = 0, 0  # the receiver's round, and its number of steps in that round
 
     def run(self) -> None:
-        """Answers requests until the receiver or the sender disconnects.
+        """Answers requests until the sender exits; raises BrokenTransferError or OSError if either end disconnects.
 
         The child runs at low priority only until the receiver has almost caught up. After that, the members may already
         be in the next view, where they wait until the receiver has the last result before that view.
-
-        Raises:
-            BrokenTransferError, OSError: The receiver or the sender has disconnected.
         """
         run_at_low_priority(self._begin)
         while self._goes_on():

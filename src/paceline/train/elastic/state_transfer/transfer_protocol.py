@@ -14,6 +14,7 @@ from enum import IntEnum
 from itertools import accumulate
 
 import msgspec
+import torch
 import xxhash
 
 from paceline.comm.security.encryption import Connection
@@ -121,22 +122,22 @@ class _FrameHead(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The head of a frame."""
 
 
+TensorKinds = tuple[tuple[str, tuple[int, ...]], ...]  # the dtype and shape of each tensor in a body
+
+
+def kinds_of(tensors: Sequence[torch.Tensor]) -> TensorKinds:
+    """Returns the dtypes and shapes of tensors."""
+    return tuple((str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
+
+
 class SnapshotContents(_FrameHead, frozen=True):
-    """The description of a snapshot: the encoded state without its buffers.
+    """The description of a snapshot."""
 
-    Attributes:
-        round: The next round.
-        committed: The digest of the previous round's result.
-        dealt: The latest batch assignment.
-        body: The encoded state without its buffers.
-        sizes: The lengths of the buffers, in bytes.
-    """
-
-    round: int
-    committed: int
-    dealt: BatchAssignment
-    body: bytes
-    sizes: tuple[int, ...]
+    round: int  # the next round
+    committed: int  # the digest of the previous round's result
+    dealt: BatchAssignment  # the latest batch assignment
+    body: bytes  # the encoded state without its buffers
+    sizes: tuple[int, ...]  # the lengths of the buffers, in bytes
 
 
 class SnapshotChunk(_FrameHead, frozen=True):
@@ -148,52 +149,32 @@ class SnapshotChunk(_FrameHead, frozen=True):
 
 
 class RoundResult(_FrameHead, frozen=True):
-    """The result of a committed round.
-
-    Attributes:
-        round: The number of the round.
-        nbytes: The length of the body in bytes. The body holds the contiguous tensors; in a DDP loop it is empty.
-        tensors: The tensors' dtypes and shapes.
-        digest: The digest of the result.
-        state: The members' digest of a part of their state before the round.
-        dealt: The latest batch assignment.
-        before: The digest of the previous round's result.
-    """
+    """The result of a committed round. The body holds the contiguous tensors; in a DDP loop it is empty."""
 
     round: int
     nbytes: int
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    digest: int
-    state: int
-    dealt: BatchAssignment
-    before: int = 0
+    tensors: TensorKinds
+    digest: int  # of the result
+    state: int  # the members' digest of a part of their state before the round
+    dealt: BatchAssignment  # the latest batch assignment
+    before: int = 0  # the digest of the previous round's result
 
 
 class OptimizerStep(_FrameHead, frozen=True):
     """An optimizer step that a DDP loop is about to perform.
 
-    Attributes:
-        round: The next round.
-        after: The digest of the previous round's result.
-        optimizer: The name of the optimizer.
-        nbytes: The length of the body in bytes. The body holds the contiguous gradients and then the tensors in the
-            options.
-        tensors: The dtypes and shapes of the tensors in the body.
-        has_gradient: For each parameter in the order of the groups, whether it has a gradient.
-        options: The encoded options of the groups, such as the learning rate.
-        obstacle: The reason why the step cannot be repeated, or "".
-        digest: The digest of the body, added by the sender's child.
+    The body holds the contiguous gradients and then the tensors in the options.
     """
 
-    round: int
-    after: int
-    optimizer: str
+    round: int  # the next round
+    after: int  # the digest of the previous round's result
+    optimizer: str  # the name of the optimizer
     nbytes: int = 0
-    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    has_gradient: tuple[bool, ...] = ()
-    options: bytes = b""
-    obstacle: str = ""
-    digest: bytes = b""
+    tensors: TensorKinds = ()
+    has_gradient: tuple[bool, ...] = ()  # for each parameter in the order of the groups
+    options: bytes = b""  # the encoded options of the groups, such as the learning rate
+    obstacle: str = ""  # the reason why the step cannot be repeated
+    digest: bytes = b""  # of the body, added by the sender's child
 
 
 class ViewEntered(_FrameHead, frozen=True):
@@ -223,11 +204,7 @@ def encode_head(head: FrameHead) -> bytes:
 
 
 def decode_head(data: bytes | bytearray | memoryview) -> FrameHead:
-    """Decodes a received head.
-
-    Raises:
-        BrokenTransferError: The data is not a head.
-    """
+    """Decodes a received head; raises BrokenTransferError if the data is not one."""
     try:
         head: FrameHead = decode_untrusted(_heads.decode, data)
     except ValueError as error:
@@ -257,8 +234,7 @@ def send_head(connection: Connection, head: FrameHead, ahead: int = 0) -> None:
 def receive_head(connection: Connection) -> tuple[FrameHead, int]:
     """Receives a frame up to its body; returns the head and the number of later results that the sender has.
 
-    Raises:
-        BrokenTransferError, OSError: The sender disconnected, or sent an invalid frame.
+    Raises BrokenTransferError or OSError if the sender disconnected or sent an invalid frame.
     """
     prefix = memoryview(bytearray(FRAME.size))
     receive_into(connection, prefix)
@@ -271,11 +247,7 @@ def receive_head(connection: Connection) -> tuple[FrameHead, int]:
 
 
 def receive_into(connection: Connection, memory: memoryview) -> None:
-    """Fills `memory` with the next bytes from the connection.
-
-    Raises:
-        BrokenTransferError, OSError: The other end disconnected.
-    """
+    """Fills `memory` with the next bytes; raises BrokenTransferError or OSError if the other end disconnected."""
     while memory:
         count = connection.recv_into(memory)
         if not count:

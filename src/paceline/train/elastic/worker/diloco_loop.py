@@ -61,10 +61,7 @@ class _RunningSums:
 class DilocoRounds:
     """Runs the exchanges of `diloco` as rounds.
 
-    Args:
-        rounds: The rounds of this worker.
-        diloco: The optimizer whose outer gradients are exchanged.
-        on_round: A function that is called before each round in which new workers may join. It may enter another view.
+    `on_round` is called before each round in which new workers may join. It may enter another view.
     """
 
     def __init__(self, rounds: Rounds, diloco: DiLoCo, on_round: Callable[[], None]) -> None:
@@ -153,11 +150,7 @@ class DilocoRounds:
         return tensors
 
     def _count(self, group: ProcessGroup, number: int, has_offer: bool) -> int:
-        """Returns the number of members that have an offer.
-
-        Raises:
-            RuntimeError: The members run different exchanges.
-        """
+        """Returns the number of members that have an offer; raises RuntimeError if they run different exchanges."""
         gathered = torch.zeros(group.size(), 2, dtype=torch.int64, device="cpu")
         group.all_gather(list(gathered.unbind()), torch.tensor([number, int(has_offer)], device="cpu"))
         numbers, has = gathered.unbind(1)
@@ -170,11 +163,7 @@ class DilocoRounds:
 
 
 class DilocoLoop:
-    """The training loop with DiLoCo. A joining worker receives the entire state in a single step.
-
-    Raises:
-        ValueError: `others` contains the inner or outer optimizer, or `diloco` has a `grace_s`.
-    """
+    """The training loop with DiLoCo. A joining worker receives the entire state in a single step."""
 
     can_catch_up = False
 
@@ -202,14 +191,13 @@ class DilocoLoop:
 
     def fingerprint(self) -> str:
         """Returns a string that is equal on two workers if their outer gradients are compatible."""
-        diloco = self._diloco
         facts = {
             "the training loop": "DiLoCo",
             "torch.__version__": torch.__version__,
-            "the rhythm of DiLoCo": diloco.rhythm,
-            "the wire of DiLoCo": diloco.wire,
+            "the rhythm of DiLoCo": self._diloco.rhythm,
+            "the wire of DiLoCo": self._diloco.wire,
         }
-        return same_bits_as(facts | described_tensors(diloco.module, with_buffers=False))
+        return same_bits_as(facts | described_tensors(self._diloco.module, with_buffers=False))
 
 
 def described_tensors(module: nn.Module, *, with_buffers: bool = True) -> dict[str, object]:

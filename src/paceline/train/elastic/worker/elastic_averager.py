@@ -28,21 +28,13 @@ from paceline.train.module_tensors import pinned_like, shares_memory
 
 @dataclass(frozen=True)
 class MeanContribution:
-    """One member's contribution to a mean. The mean is computed out of place, so the computation can be repeated.
+    """One member's contribution to a mean. The mean is computed out of place, so the computation can be repeated."""
 
-    Attributes:
-        weight: The weight of the member's gradients. A weight of zero excludes them.
-        seat: The member's slot in the batch.
-        batch: Numbers that identify the batch, equal on every member.
-        params: The parameters whose gradients are averaged.
-        buffers: The module's buffers. All members copy those of the first member with a positive weight.
-    """
-
-    weight: float
-    seat: RankSlot
-    batch: tuple[int, ...]
-    params: Sequence[torch.Tensor]
-    buffers: Sequence[torch.Tensor]
+    weight: float  # of the member's gradients; a weight of zero excludes them
+    seat: RankSlot  # the member's slot in the batch
+    batch: tuple[int, ...]  # numbers that identify the batch, equal on every member
+    params: Sequence[torch.Tensor]  # the parameters whose gradients are averaged
+    buffers: Sequence[torch.Tensor]  # all members copy those of the first member with a positive weight
 
     @property
     def accelerators(self) -> list[torch.device]:
@@ -52,29 +44,20 @@ class MeanContribution:
 
 
 class WeightedMean(NamedTuple):
-    """A weighted mean, whose tensors are views of a round's result.
+    """A weighted mean, whose tensors are views of a round's result."""
 
-    Attributes:
-        counts: Whether any member had a positive weight.
-        took_part: For each slot of the batch, whether the slot's member participated, even with a weight of zero.
-        has_gradient: For each parameter, whether any member with a positive weight had a gradient.
-        gradients: The mean gradient of each parameter.
-        buffers: The buffers of the first member with a positive weight.
-    """
-
-    counts: bool
-    took_part: list[bool]
-    has_gradient: list[bool]
-    gradients: list[torch.Tensor]
-    buffers: list[torch.Tensor]
+    counts: bool  # whether any member had a positive weight
+    took_part: list[bool]  # for each slot of the batch, whether its member participated, even with a weight of zero
+    has_gradient: list[bool]  # for each parameter, whether any member with a positive weight had a gradient
+    gradients: list[torch.Tensor]  # the mean gradient of each parameter
+    buffers: list[torch.Tensor]  # those of the first member with a positive weight
 
 
 @torch.no_grad()
 def mean_over(group: ProcessGroup | None, part: MeanContribution) -> Values:
     """Returns the mean over the members of `group`, or of this process alone, encoded for `read_mean`.
 
-    Raises:
-        RuntimeError: The members are in different batches.
+    Raises RuntimeError if the members are in different batches.
     """
     weights, rank = _exchange_weights(group, part)
     failpoint("mean.weighed")
@@ -138,7 +121,11 @@ def _exchange_weights(group: ProcessGroup | None, part: MeanContribution) -> tup
 def _layout(part: MeanContribution) -> list[torch.Tensor]:
     """Returns meta tensors with the shapes and dtypes of the flags, gradients and buffers in a result."""
     flags = torch.empty(part.seat.ranks + 1 + len(part.params), dtype=torch.int64, device="meta")
-    buffers = [torch.empty_like(buffer, dtype=_summable(buffer.dtype), device="meta") for buffer in part.buffers]
+    summable = {torch.bool: torch.uint8}
+    buffers = [
+        torch.empty_like(buffer, dtype=summable.get(buffer.dtype, buffer.dtype), device="meta")
+        for buffer in part.buffers
+    ]
     params = [torch.empty_like(param, device="meta") for param in part.params]
     return [flags, *params, *buffers]
 
@@ -150,17 +137,10 @@ def _zeros(like: Sequence[torch.Tensor], *, is_pinned: bool) -> Flat:
     return {kind: torch.zeros_like(memory, device="cpu") for kind, memory in flat.items()}
 
 
-def _summable(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if dtype is torch.bool else dtype
-
-
 class ElasticAverager:
     """Averages the gradients of `model` over the members of each view, and divides the batches of `loader` among them.
 
-    Args:
-        model: The module.
-        loader: The loader that yields the module's training batches.
-        on_batch: A function that is called before each batch.
+    `on_batch` is called before each batch.
     """
 
     def __init__(
@@ -182,12 +162,7 @@ class ElasticAverager:
         self._before: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None  # saved gradients and buffers
 
     def average_by(self, rounds: Rounds, name: str) -> None:
-        """Starts averaging over the members of each view, beginning with the next call.
-
-        Args:
-            rounds: The rounds in which the members compute the means.
-            name: This worker's name.
-        """
+        """Starts averaging over the members of each view, in `rounds`; `name` is this worker's name."""
         self._rounds, self._name = rounds, name
 
     # - Called by the loader
@@ -208,11 +183,7 @@ class ElasticAverager:
         failpoint("batch.dealt")
 
     def end_batch(self) -> None:
-        """Verifies that the batch had a backward pass.
-
-        Raises:
-            RuntimeError: The batch had no backward pass, or the pass left parameters without a gradient.
-        """
+        """Raises RuntimeError if the batch had no backward pass, or if the pass left parameters without a gradient."""
         if self._rounds_of_batch == 0:
             self._model.require_averaged()
             raise RuntimeError(
@@ -224,11 +195,7 @@ class ElasticAverager:
     # - Called by the module
 
     def set_weight(self, weight: float) -> None:
-        """Sets the weight of this rank's next backward pass.
-
-        Raises:
-            ValueError: The weight is negative, infinite or NaN.
-        """
+        """Sets the weight of this rank's next backward pass; raises ValueError if it is negative or not finite."""
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"worker {self._name or '0'}: weight is {weight}; it must be finite and not negative")
         self._weight = float(weight)
@@ -272,8 +239,10 @@ class ElasticAverager:
         before, self._before = self._before, None
         if not mean.counts:
             if before is not None:
-                _set_gradients(part, before[0])
-                _copy_all(part, before[1])
+                gradients, buffers = before
+                for param, gradient in zip(part.params, gradients, strict=True):
+                    param.grad = gradient
+                _copy_all(part, buffers)
             return
         for param, value, has_gradient in zip(part.params, mean.gradients, mean.has_gradient, strict=True):
             if not has_gradient:
@@ -283,11 +252,6 @@ class ElasticAverager:
             else:
                 param.grad.copy_(value, non_blocking=True)
         _copy_all(part, mean.buffers)
-
-
-def _set_gradients(part: MeanContribution, gradients: list[torch.Tensor | None]) -> None:
-    for param, gradient in zip(part.params, gradients, strict=True):
-        param.grad = gradient
 
 
 def _copy_all(part: MeanContribution, values: list[torch.Tensor]) -> None:

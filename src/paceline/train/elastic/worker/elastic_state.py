@@ -30,13 +30,9 @@ from paceline.train.shared_model.shared_parameters import is_shared
 
 
 class TrainingLoop(Protocol):
-    """The operations that differ between the training loops.
+    """The operations that differ between the training loops."""
 
-    Attributes:
-        can_catch_up: Whether a joining worker can catch up while the others train.
-    """
-
-    can_catch_up: bool
+    can_catch_up: bool  # whether a joining worker can catch up while the others train
 
     def registry(self, others: dict[str, Stateful]) -> TrainingState:
         """Returns the state of the module and of `others`."""
@@ -88,12 +84,7 @@ class LogicalShardsLoop:
 
 
 class DdpLoop:
-    """The loop with a `DistributedDataParallel` and a `StatefulLoader`.
-
-    Raises:
-        ValueError: `others` does not contain exactly one StatefulLoader, or the module or the loader has an option that
-            requires a fixed set of ranks.
-    """
+    """The loop with a `DistributedDataParallel` and a `StatefulLoader`."""
 
     def __init__(self, model: DistributedDataParallel, others: Collection[Stateful]) -> None:
         loaders = [other for other in others if isinstance(other, StatefulLoader)]
@@ -336,14 +327,11 @@ def _loop_of(model: LogicalShards | DistributedDataParallel | DiLoCo, others: Co
 
 
 def _require_own_parameters(module: nn.Module, others: Mapping[str, Stateful]) -> None:
-    found = [
-        f"{name}=SharedModelOptimizer" for name, other in others.items() if isinstance(other, SharedModelOptimizer)
-    ]
-    if is_shared(module):
-        found.append("the model of a SharedModelOptimizer")
-    if found:
+    found = [name for name, other in others.items() if isinstance(other, SharedModelOptimizer)]
+    if found or is_shared(module):
+        given = f"{found[0]}=SharedModelOptimizer" if found else "the model of a SharedModelOptimizer"
         raise ValueError(
-            f"ElasticState got {found[0]}, with which all workers of a host share the parameters: a worker that dies "
+            f"ElasticState got {given}, with which all workers of a host share the parameters: a worker that dies "
             "in the middle of a step would leave them half updated for those that survive. Use the optimizer itself, "
             "so that every worker has its own parameters"
         )

@@ -26,39 +26,32 @@ from paceline.train.module_tensors import digest_of, in_host_memory
 
 
 class PartialSums:
-    """The partial sums that a member has computed and keeps until their round is committed.
-
-    Attributes:
-        held: The sums by tree node. They are in host memory, because they are sent from there.
-        shard_ns: This worker's time per shard in nanoseconds, or 0 before it has computed any shard.
-        audited: The digest of the shard audited in this round, or 0 if this worker did not compute the shard.
-    """
+    """The partial sums that a member has computed and keeps until their round is committed."""
 
     def __init__(self) -> None:
-        self.held: dict[Node, Values] = {}
-        self.shard_ns = 0
-        self.audited = 0
+        self.held: dict[Node, Values] = {}  # by tree node; in host memory, because they are sent from there
+        self.shard_ns = 0  # this worker's time per shard, or 0 before it has computed any shard
+        self.audited = 0  # the digest of this round's audited shard, or 0 if this worker did not compute the shard
         self._attempts = 0  # number of attempts to compute this round
 
     def compute(
         self, deal: Deal, rank: int, value_of: Callable[[int], Values], audit: Audit | None, *, is_step: bool
     ) -> None:
-        """Computes the audited shard and the sums that this rank still lacks; in a step, measures the time per shard.
+        """Computes the audited shard and the sums that this rank lacks; in a step, measures the time per shard."""
 
-        Args:
-            deal: The tree nodes of each rank.
-            rank: This worker's rank.
-            value_of: A function that computes the value of a shard.
-            audit: The audit of this round, or None.
-            is_step: Whether the round is a training step.
-        """
+        def audited_value_of(shard: int) -> Values:
+            value = value_of(shard)
+            if audit is not None and shard == audit.shard:
+                self.audited = digest_of(value)
+            return value
+
         began_ns = time.perf_counter_ns()
         missing = [node for node in deal[rank] if node not in self.held]
         is_again = bool(missing) and self._attempts > 0
         self._attempts += 1
         with RecordedSpan(EventKind.RECOMPUTE, "", len(missing)) if is_again else contextlib.nullcontext():
             for node in missing:
-                total: Values = add_up(node, add, self._audited_value(value_of, audit), {})
+                total: Values = add_up(node, add, audited_value_of, {})
                 self.held[node] = in_host_memory(total)
         if is_step and missing:
             computed = sum(node.stop - node.first for node in missing)
@@ -70,35 +63,18 @@ class PartialSums:
         """Discards the sums of a committed round."""
         self.held, self.audited, self._attempts = {}, 0, 0
 
-    def _audited_value(self, value_of: Callable[[int], Values], audit: Audit | None) -> Callable[[int], Values]:
-        """Returns `value_of`, wrapped to keep a digest of the audited shard if there is one."""
-        if audit is None:
-            return value_of
-
-        def value_and_digest(shard: int) -> Values:
-            value = value_of(shard)
-            if shard == audit.shard:
-                self.audited = digest_of(value)
-            return value
-
-        return value_and_digest
-
 
 class ShardAssignment:
     """The shards assigned to each member, by rank. All members compute the same assignment.
 
     For a round that began in an earlier view, the assignment depends on the sums that the members still hold. In all
     other rounds, each member has a run of consecutive shards.
-
-    Attributes:
-        deal: The tree nodes of each rank in the current round.
-        counts: The number of shards of each rank in later rounds.
     """
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
-        self.deal: Deal = []
-        self.counts: list[int] = []
+        self.deal: Deal = []  # in the current round
+        self.counts: list[int] = []  # the number of shards of each rank in later rounds
 
     def enter(self, statuses: Sequence[MemberStatus], agreed: Agreement) -> None:
         """Adopts the agreement between the members of a new view."""
@@ -108,10 +84,8 @@ class ShardAssignment:
 
     def adapt(self, shard_ns: Sequence[int]) -> bool:
         """Adapts later rounds to each rank's time per shard; returns whether the counts have changed."""
-        counts = fair_counts(self._shards, shard_ns, self.counts)
-        has_changed = counts != self.counts
-        self.counts = counts
-        return has_changed
+        before, self.counts = self.counts, fair_counts(self._shards, shard_ns, self.counts)
+        return self.counts != before
 
     def begin_round(self) -> None:
         """Assigns the shards of a new round."""
@@ -124,41 +98,22 @@ class ShardAssignment:
 
 
 class WorkerProgress:
-    """The progress of one worker through all its views.
-
-    Args:
-        shards: The number of shards in a step.
-
-    Attributes:
-        shards: The number of shards in a step.
-        number: The next round's number, or FRESH for a worker without state.
-        assignments: The assignments of batches to members.
-        shard_assignment: The assignment of shards to members.
-        mine: The partial sums that this worker has computed in this round.
-        voted: The result for which this worker voted in this round.
-        digest: The digest of `voted`.
-        state: The digest of a part of the state at the beginning of this round.
-        committed: The digest of the previous round's result.
-        is_late: Whether others have already committed this round with the result `voted`.
-        has_begun: Whether this worker is in the middle of a batch.
-        others_have: Whether any member of the view has begun the batch of the current round.
-        guest_until: The round before which this worker is a guest; see `MemberStatus`.
-    """
+    """The progress of one worker through all its views."""
 
     def __init__(self, shards: int) -> None:
-        self.shards = shards
-        self.number = FRESH
+        self.shards = shards  # the number of shards in a step
+        self.number = FRESH  # the next round's number, or FRESH for a worker without state
         self.assignments = BatchAssignments()
         self.shard_assignment = ShardAssignment(shards)
         self.mine = PartialSums()
-        self.voted: Values = []
-        self.digest = 0
-        self.state = 0
-        self.committed = 0
-        self.is_late = False
-        self.has_begun = False
-        self.others_have = False
-        self.guest_until = 0
+        self.voted: Values = []  # the result for which this worker voted in this round
+        self.digest = 0  # the digest of `voted`
+        self.state = 0  # the digest of a part of the state at the beginning of this round
+        self.committed = 0  # the digest of the previous round's result
+        self.is_late = False  # whether others have already committed this round with the result `voted`
+        self.has_begun = False  # whether this worker is in the middle of a batch
+        self.others_have = False  # whether any member of the view has begun the batch of the current round
+        self.guest_until = 0  # the round before which this worker is a guest; see `MemberStatus`
 
     def status(self, *, is_sender: bool) -> MemberStatus:
         """Returns the status that a member sends when it enters a view; `is_sender` marks the sender of a transfer."""

@@ -37,9 +37,7 @@ class Rounds:
         connection: The worker's connection to its launcher.
         registry: The state that a joining worker receives.
         on_deal: A function that is called with this worker's shards whenever they may have changed.
-        steps: The hooks for the optimizer steps of a DDP loop, or None for other loops. A worker that joins a DDP loop
-            replays the other workers' steps through these hooks, because it cannot run the script's loop before it is
-            in a view.
+        steps: The hooks for the optimizer steps of a DDP loop, or None for other loops; see `WorkerMembership`.
     """
 
     def __init__(
@@ -81,12 +79,8 @@ class Rounds:
     def join(self, fingerprint: str, *, replays: bool) -> None:
         """Requests to join; returns when this worker has the state and is either in a view or about to catch up.
 
-        Args:
-            fingerprint: The worker's fingerprint; see `WorkerReady`.
-            replays: Whether this worker may catch up while the others train.
-
-        Raises:
-            SystemExit: The launcher dismissed the worker.
+        `replays` is True if this worker may catch up while the others train. Raises SystemExit if the launcher
+        dismisses the worker.
         """
         failpoint("join.ready")
         self._membership.begin(fingerprint, learns=replays)
@@ -99,11 +93,8 @@ class Rounds:
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
         """Runs a round; returns the sum of `value_of` over all shards.
 
-        If `is_step`, the round is a training step: the time per shard is measured, and some rounds are audited.
-
-        Raises:
-            DivergenceError: The members' results or states differ.
-            SystemExit: This worker is not in the next view.
+        If `is_step`, the round is a training step: the time per shard is measured, and some rounds are audited. Raises
+        DivergenceError if the members' results or states differ, and SystemExit if this worker is not in the next view.
         """
         if is_step:
             STEPS.begin(self, "elastic", precedence=1)
@@ -112,22 +103,16 @@ class Rounds:
     def agree_on(self, compute: Callable[[ProcessGroup], Values]) -> Values:
         """Runs a round; returns the result of `compute`, which communicates with the members of the view.
 
-        If the view breaks, `compute` is called again in the next view, so it must not modify its inputs.
-
-        Raises:
-            DivergenceError: The members' results or states differ.
-            SystemExit: This worker is not in the next view.
+        If the view breaks, `compute` is called again in the next view, so it must not modify its inputs. Raises the
+        same errors as `total`.
         """
         return self._round(lambda group: self._agreed_on(group, compute(group), None))
 
     def begin_batch(self) -> ViewChange | None:
         """Enters the next view if all members are ready for it. The caller must be between two batches.
 
-        Returns:
-            The change in workers since the last batch, or None. The result is the same on every member.
-
-        Raises:
-            SystemExit: The next view does not contain this worker, or the launcher dismissed it.
+        Returns the change in workers since the last batch, which is the same on every member. Raises SystemExit if the
+        next view does not contain this worker, or the launcher dismissed it.
         """
         failpoint("batch.begun")
         progress, membership = self._progress, self._membership
@@ -173,7 +158,9 @@ class Rounds:
         def attempt() -> Values:
             if membership.group is None:
                 membership.enter_next_view()
-            return progress.voted if progress.is_late else agreed_result(self._group_now())
+            group = membership.group
+            assert group is not None
+            return progress.voted if progress.is_late else agreed_result(group)
 
         failpoint("round.begun")
         progress.state = self._registry.rolling_digest(progress.number)
@@ -216,10 +203,8 @@ class Rounds:
         if progress.number % agreement.REBALANCE_EVERY == 0:
             shard_ns = [ballot.shard_ns for ballot in ballots]
             if progress.shard_assignment.adapt(shard_ns) and group.rank() == 0:
-                counts, taken = (
-                    progress.shard_assignment.counts,
-                    ", ".join(f"{time_ns / 1e6:.1f}" for time_ns in shard_ns),
-                )
+                counts = progress.shard_assignment.counts
+                taken = ", ".join(f"{time_ns / 1e6:.1f}" for time_ns in shard_ns)
                 sys.stderr.write(f"paceline: the numbers of shards are now {counts}, because one takes {taken} ms\n")
 
     def _tell_deal(self) -> None:
@@ -229,8 +214,3 @@ class Rounds:
             return
         members = self._membership.view.members
         self._on_deal(self._progress.shard_assignment.of(members.index(self._connection.name)))
-
-    def _group_now(self) -> ProcessGroup:
-        group = self._membership.group
-        assert group is not None
-        return group

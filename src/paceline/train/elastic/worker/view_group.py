@@ -23,9 +23,7 @@ from paceline.comm.group.init import GroupOptions, form_apart, make_default
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.rendezvous.environment import open_store, open_store_at
 from paceline.comm.store.store import PrefixStore, Store
-from paceline.errors import (
-    StoreConnectionError,
-)
+from paceline.errors import StoreConnectionError
 from paceline.train.elastic.agreement import MemberStatus
 from paceline.train.elastic.failpoints import failpoint
 from paceline.train.elastic.launcher_connection import LauncherConnection
@@ -36,13 +34,7 @@ _HEAD_START_S = 5.0  # time for which members continue training while the next v
 
 
 class ViewGroup:
-    """The process group of one view.
-
-    Args:
-        view: The view to which the group belongs.
-        name: This worker's name.
-        costs: The message costs measured by the groups of earlier views.
-    """
+    """The process group of one view. `costs` are the message costs measured by the groups of earlier views."""
 
     def __init__(self, view: View, name: str, costs: KnownCosts) -> None:
         self.view = view
@@ -76,8 +68,7 @@ class ViewGroup:
     def world(self) -> World:
         """Waits until all members have connected, and returns the group with its resources.
 
-        Raises:
-            PeerLostError, GroupAbortedError, RendezvousError, StoreError: A member was lost, or a later view arrived.
+        Raises one of LOST_MEMBER_ERRORS if a member was lost or a later view arrived.
         """
         if self._thread is None:
             self._form()
@@ -109,21 +100,15 @@ class ViewGroup:
         if world is not None:
             world.close()
 
-    def has_ended(self, within_s: float) -> bool:
-        """Waits up to `within_s` seconds for a discarded group's thread to exit; returns whether it has exited."""
+    def join(self, within_s: float) -> None:
+        """Waits up to `within_s` seconds for a discarded group's thread to exit."""
         if self._thread is not None:
             self._thread.join(within_s)
-        return self._thread is None or not self._thread.is_alive()
 
     def close_store(self) -> None:
         """Closes the store of a group that has ended. Idempotent."""
         if self._store is not None:
             self._store.close()
-
-    def settle(self) -> None:
-        """Sets the view's store in this worker's environment when the worker enters the view."""
-        if self.view.store:
-            os.environ["PACELINE_STORE"] = self.view.store
 
     def _run(self) -> None:
         try:
@@ -188,14 +173,13 @@ class ViewGroups:
     def enter(self, view: View) -> ProcessGroup:
         """Destroys the previous process group, and makes the process group of `view` the default group.
 
-        Raises:
-            PeerLostError, GroupAbortedError, RendezvousError, StoreError: A member was lost, or a later view arrived.
+        Raises one of LOST_MEMBER_ERRORS if a member was lost or a later view arrived.
         """
         forming = self._take(view)
-        self._connection.set_view_handler(
-            self._on_view
-        )  # a later view may have arrived before this group could be aborted
-        forming.settle()
+        # A later view may have arrived before this group could be aborted.
+        self._connection.set_view_handler(self._on_view)
+        if view.store:
+            os.environ["PACELINE_STORE"] = view.store
         world = forming.world()
         make_default(world)
         world.group.set_timeout(timedelta(seconds=_CALL_S))
@@ -227,7 +211,7 @@ class ViewGroups:
             self._discard_next()
             discarded, self._discarded = self._discarded, []
         for group in discarded:
-            group.has_ended(_PARTING_S)
+            group.join(_PARTING_S)
 
     def leave(self) -> None:
         """Destroys the default process group. Idempotent."""

@@ -44,18 +44,15 @@ def audit_of(round_number: int, deal: Deal, shards: int) -> Audit | None:
 def suspects(audit: Audit, digests: Sequence[int]) -> tuple[int, ...]:
     """Returns the ranks whose digest of the audited shard differs from the majority's.
 
-    If the digests differ and there is no majority, returns all ranks that computed the shard.
-
-    Args:
-        audit: The audit of the round.
-        digests: The digests by rank, or 0 for ranks that did not compute the shard in this attempt.
+    If the digests differ and there is no majority, returns all ranks that computed the shard. `digests` has a 0 for
+    each rank that did not compute the shard in this attempt.
     """
     ranks = [rank for rank in (audit.owner, *audit.others) if digests[rank]]
-    seen = [digests[rank] for rank in ranks]
-    if len(set(seen)) <= 1:
+    counted = Counter(digests[rank] for rank in ranks)
+    if len(counted) <= 1:
         return ()
-    most = max(set(seen), key=seen.count)
-    if 2 * seen.count(most) <= len(seen):
+    [(most, votes)] = counted.most_common(1)
+    if 2 * votes <= len(ranks):
         return tuple(ranks)
     return tuple(rank for rank in ranks if digests[rank] != most)
 
@@ -83,22 +80,13 @@ class OthersOutvotedError(PacelineError):
 
 
 class Ballot(NamedTuple):
-    """A member's vote.
-
-    Attributes:
-        result: The digest of the member's result, which must be equal on all members.
-        state: The digest of a part of the member's state, which must be equal on all members.
-        ready: The highest view or transfer number on which the member can act immediately; see
-            `ViewGroups.acts_up_to`.
-        shard_ns: The member's time per shard in nanoseconds, or 0 if unknown. Default: 0.
-        audited: The digest of the audited shard, or 0 if the member did not compute the shard. Default: 0.
-    """
+    """A member's vote. The digests of the result and of a part of the state must be equal on all members."""
 
     result: int
     state: int
-    ready: int
-    shard_ns: int = 0
-    audited: int = 0
+    ready: int  # the highest view or transfer number on which the member can act; see `ViewGroups.acts_up_to`
+    shard_ns: int = 0  # the member's time per shard, or 0 if unknown
+    audited: int = 0  # the digest of the audited shard, or 0 if the member did not compute the shard
 
 
 def vote(

@@ -54,14 +54,6 @@ class WorkerMembership:
         steps: The hooks for the optimizer steps of a DDP loop, or None for other loops. A worker that joins a DDP loop
             replays the other workers' optimizer steps through these hooks, because it cannot run the script's loop
             before it is in a view.
-
-    Attributes:
-        sender: The transfers that this worker serves.
-        view: The latest view that the worker has entered, or the latest received view while the worker has no state.
-        group: The process group of the current view, or None.
-        agreed: The agreement between the members of the current view.
-        catching_up: The replay of rounds that others have committed, or None.
-        is_leaving: Whether the worker was asked to exit.
     """
 
     def __init__(
@@ -79,21 +71,16 @@ class WorkerMembership:
         self._admission = ViewAdmission(connection)
         self._following: OptimizerCatchUp | None = None  # used in a DDP loop until the script's loop begins
         self.sender = StateSender(connection, registry, steps)
-        self.view = View(0, (), is_planned=False)
-        self.group: ProcessGroup | None = None
-        self.agreed: Agreement = NOTHING_AGREED
-        self.catching_up: LoopCatchUp | None = None
-        self.is_leaving = False
+        self.view = View(0, (), is_planned=False)  # the latest one entered, or received by a worker without state
+        self.group: ProcessGroup | None = None  # of the current view
+        self.agreed: Agreement = NOTHING_AGREED  # by the members of the current view
+        self.catching_up: LoopCatchUp | None = None  # the replay of rounds that others have committed
+        self.is_leaving = False  # whether the worker was asked to exit
 
     def begin(self, fingerprint: str, *, learns: bool) -> None:
-        """Requests to join; returns when this worker has the state and is either in a view or about to catch up.
+        """Requests to join (see `WorkerReady`); returns when this worker has the state and is in a view or catches up.
 
-        Args:
-            fingerprint: The worker's fingerprint; see `WorkerReady`.
-            learns: Whether the worker can catch up while others train; see `WorkerReady`.
-
-        Raises:
-            SystemExit: The launcher dismissed the worker.
+        Raises SystemExit if the launcher dismisses the worker.
         """
         self._admission.ask(fingerprint, learns=learns)
         self.retry_until_view_holds(self.enter_next_view)
@@ -111,8 +98,7 @@ class WorkerMembership:
     def enter_next_view(self) -> None:
         """Waits for the next view and enters it, or begins to catch up.
 
-        Raises:
-            SystemExit: The launcher dismissed the worker, or the view does not contain it.
+        Raises SystemExit if the launcher dismisses the worker or the view does not contain it.
         """
         while True:
             answer: View | ExitRequest | ReceivedState
@@ -134,11 +120,7 @@ class WorkerMembership:
             self._admission.ask_again()
 
     def enter(self, view: View) -> None:
-        """Enters a view together with the other members.
-
-        Raises:
-            SystemExit: The view does not contain this worker.
-        """
+        """Enters a view together with the other members; raises SystemExit if it does not contain this worker."""
         before, self.view, self.group, self._progress.is_late = self.view, view, None, False
         if self._connection.name not in view.members:
             code = 0 if self.is_leaving else LEFT_OUT
