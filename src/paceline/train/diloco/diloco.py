@@ -25,20 +25,8 @@ from paceline.train.zero.optimizer_state import load_optimizer
 from paceline.train.zero.partitioned_optimizer import synchronize_parameters
 
 
-def choose_delay(every: int, fragments: int, delay: int | None) -> int:
-    """Returns `delay`, the number of inner steps until a result is used; the default is half an exchange interval."""
-    return every // (2 * fragments) if delay is None and fragments > 0 else delay or 0
-
-
 def wrong_rhythm_text(rhythm: ExchangeInterval, mix: float, grace_s: float | None, params: int) -> str | None:
-    """Returns the error message for an invalid frequency, delay, mix or grace period, or None if all are valid.
-
-    Args:
-        rhythm: the frequency and delay of exchanges.
-        mix: the weight of a rank's own parameters after an exchange.
-        grace_s: the time in seconds that an exchange waits for late ranks, or None.
-        params: the number of trained parameters.
-    """
+    """Returns the error message for an invalid frequency, delay, mix or grace period, or None if all are valid."""
     if params == 0:
         return "no parameter of the model requires a gradient, so there is nothing to exchange"
     if rhythm.every < 1:
@@ -96,12 +84,7 @@ def wrong_optimizers_text(inner: Optimizer | None, outer: Optimizer, params: Seq
 
 
 def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: object) -> str | None:
-    """Returns the error message for an invalid `wire` or a parameter that cannot be exchanged, or None.
-
-    Args:
-        named: the trained parameters with their names.
-        wire: the format to which outer gradients are rounded between hosts, or None.
-    """
+    """Returns the error message for an invalid `wire` or a parameter that cannot be exchanged, or None."""
     if wire is not None and wire not in get_args(WireKind):
         return (
             f"wire is {wire!r}; it must be one of {', '.join(get_args(WireKind))}, or None to send the values unchanged"
@@ -114,13 +97,6 @@ def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: objec
         if wire is not None and param.dtype == torch.float64:
             return f"the parameter {name!r} has double precision, which wire={wire!r} cannot round; leave wire out"
     return None
-
-
-def replace_parameters(outer: Optimizer, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Replaces the parameters in the outer optimizer with copies; the parameter groups keep their options."""
-    copies = {id(param): copy for param, copy in pairs}
-    for group in outer.param_groups:
-        group["params"] = [copies[id(param)] for param in group["params"] if id(param) in copies]
 
 
 class DiLoCo:
@@ -199,7 +175,9 @@ class DiLoCo:
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         self._names = [name for name, _ in named]
         params = [param for _, param in named]
-        rhythm = ExchangeInterval(every, fragments, choose_delay(every, fragments, delay))
+        if delay is None:
+            delay = every // (2 * fragments) if fragments > 0 else 0  # half the steps between two exchanges
+        rhythm = ExchangeInterval(every, fragments, delay)
         wrong = (
             wrong_rhythm_text(rhythm, mix, grace_s, len(params))
             or wrong_optimizers_text(inner, outer, params)
@@ -218,7 +196,9 @@ class DiLoCo:
         self._scheduler = ExchangeScheduler(rhythm)
         self.outer_module = OuterParameters(params, fragments)
         self.content = ExchangeContent(model, self.outer_module, fragments)
-        replace_parameters(outer, self.outer_module.pairs())
+        copies = {id(param): copy for param, copy in self.outer_module.pairs()}
+        for options in outer.param_groups:
+            options["params"] = [copies[id(param)] for param in options["params"] if id(param) in copies]
         self._exchanges: Exchanges = NoExchanges()
         if group.size() > 1:
             own = self._new_group("outer gradients")

@@ -21,17 +21,11 @@ FINISHED = -1
 
 @dataclass(frozen=True)
 class ExchangeInterval:
-    """The frequency and delay of exchanges.
+    """The frequency and delay of exchanges."""
 
-    Attributes:
-        every: the number of inner steps in a round. A round exchanges each fragment once.
-        fragments: the number of fragments, at most `every`.
-        delay: the number of inner steps from the start of an exchange until its result is used; less than `every`.
-    """
-
-    every: int
-    fragments: int = 1
-    delay: int = 0
+    every: int  # the number of inner steps in a round, which exchanges each fragment once
+    fragments: int = 1  # the number of fragments, at most `every`
+    delay: int = 0  # the number of inner steps from the start of an exchange to the use of its result; below `every`
 
     def fragment(self, exchange: int) -> int:
         """Returns the index of the fragment that an exchange transfers."""
@@ -78,30 +72,19 @@ class UseResult:
 
 @dataclass
 class ExchangeScheduler:
-    """Tracks a rank's training progress and determines its next action.
-
-    Attributes:
-        rhythm: the frequency and delay of exchanges.
-        steps: the number of completed inner steps.
-        begun: the number of exchanges that have started.
-        used: the number of exchanges whose results have been used; never more than `begun`.
-    """
+    """Tracks a rank's training progress and determines its next action."""
 
     rhythm: ExchangeInterval
-    steps: int = 0
-    begun: int = 0
-    used: int = 0
+    steps: int = 0  # the number of completed inner steps
+    begun: int = 0  # the number of exchanges that have started
+    used: int = 0  # the number of exchanges whose results have been used; never more than `begun`
 
     def step(self) -> None:
         """Counts an inner step."""
         self.steps += 1
 
     def catch_up(self, decided: int) -> None:
-        """Adopts the other ranks' step count if this rank has not started all decided exchanges.
-
-        Args:
-            decided: the number of exchanges whose participants are known, whether or not they include this rank.
-        """
+        """Adopts the other ranks' step count if this rank has not started all exchanges with known participants."""
         if decided > self.begun:
             self.steps = max(self.steps, self.rhythm.begins(decided - 1))
 
@@ -121,24 +104,16 @@ class ExchangeScheduler:
 
 @dataclass(frozen=True)
 class Participants:
-    """The ranks that participate in an exchange.
+    """The ranks that participate in an exchange."""
 
-    Attributes:
-        takes_part: one flag per rank, True if the rank participates.
-        is_final: whether all ranks have finished and there are no further exchanges.
-    """
-
-    takes_part: tuple[bool, ...]
-    is_final: bool = False
+    takes_part: tuple[bool, ...]  # one flag per rank
+    is_final: bool = False  # whether all ranks have finished and there are no further exchanges
 
 
 class ArrivalTracker:
-    """Selects the participants of successive exchanges.
+    """Selects the participants of successive exchanges, starting with exchange `number`.
 
-    Args:
-        ranks: the number of ranks.
-        grace_s: the time in seconds that an exchange waits after the first rank has arrived.
-        number: the index of the first exchange.
+    An exchange waits for `grace_s` seconds after the first rank has arrived.
     """
 
     def __init__(self, ranks: int, grace_s: float, number: int = 0) -> None:
@@ -177,13 +152,9 @@ class ArrivalTracker:
 
 
 def participants_after_waiting(numbers: Sequence[int]) -> Participants:
-    """Returns the participants of an exchange that waits for all ranks.
+    """Returns the participants of an exchange that waits for all ranks, given each rank's arrival or FINISHED.
 
-    Args:
-        numbers: for each rank, the number of the exchange at which it has arrived, or FINISHED.
-
-    Raises:
-        ValueError: unfinished ranks have arrived at different exchanges.
+    Raises ValueError if unfinished ranks have arrived at different exchanges.
 
     >>> participants_after_waiting([4, FINISHED, 4])
     Participants(takes_part=(True, False, True), is_final=False)

@@ -30,17 +30,11 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class ExchangeResult:
-    """The result of an exchange.
+    """The result of an exchange."""
 
-    Attributes:
-        exchange: the exchange number.
-        mean: the means over the participating ranks.
-        took_part: whether this rank participated.
-    """
-
-    exchange: int
-    mean: Tensors
-    took_part: bool
+    exchange: int  # the exchange number
+    mean: Tensors  # the means over the participating ranks
+    took_part: bool  # whether this rank participated
 
 
 class MailboxClosedError(Exception):
@@ -50,8 +44,7 @@ class MailboxClosedError(Exception):
 class ExchangeMailbox:
     """Stores this rank's tensors until they are exchanged, and results until the training loop consumes them.
 
-    Args:
-        number: the index of the first exchange.
+    `number` is the index of the first exchange.
     """
 
     def __init__(self, number: int) -> None:
@@ -86,23 +79,18 @@ class ExchangeMailbox:
     def await_outcome(self, number: int, timeout_s: float) -> ExchangeResult | None:
         """Waits for the result of an exchange; returns None if all ranks finished before this exchange.
 
-        Raises:
-            TimeoutError: the result did not arrive in time.
-            BaseException: the exchange thread failed with this error.
+        Raises TimeoutError if the result does not arrive in time, or the error with which the exchange thread failed.
         """
-        deadline_s = time.monotonic() + timeout_s
+
+        def is_over() -> bool:
+            return number in self._outcomes or self._error is not None or self._have_all_finished
+
         with self.changed:
-            while True:
-                if number in self._outcomes:
-                    return self._outcomes.pop(number)
-                if self._error is not None:
-                    raise self._error
-                if self._have_all_finished:
-                    return None
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError
-                self.changed.wait(left_s)
+            if not self.changed.wait_for(is_over, timeout_s):
+                raise TimeoutError
+            if number not in self._outcomes and self._error is not None:
+                raise self._error
+            return self._outcomes.pop(number, None)
 
     def close(self) -> None:
         """Wakes and stops the exchange thread; idempotent."""
@@ -115,8 +103,7 @@ class ExchangeMailbox:
     def pause(self, seconds: float | None) -> None:
         """Waits up to `seconds` for a change, or indefinitely if `seconds` is None; the caller must hold `changed`.
 
-        Raises:
-            MailboxClosedError: the mailbox was closed.
+        Raises MailboxClosedError if the mailbox was closed.
         """
         if self._is_closed:
             raise MailboxClosedError
@@ -200,9 +187,7 @@ class WaitForAll:
     def participants(self, number: int) -> Participants:
         """Waits until each rank has arrived or finished, and returns the participants.
 
-        Raises:
-            CollectiveMismatchError: the ranks have arrived at different exchanges.
-            CollectiveTimeoutError: a rank did not arrive within the group's timeout.
+        Raises CollectiveMismatchError if the ranks have arrived at different exchanges.
         """
         numbers = torch.zeros(self._group.size(), dtype=torch.int64, device="cpu")
         self._group.all_gather(list(numbers.split(1)), torch.tensor([self._own_number], device="cpu"))
@@ -242,11 +227,7 @@ class GraceWindow:
         return False
 
     def participants(self, number: int) -> Participants:
-        """Returns the ranks that arrived within the grace window.
-
-        Raises:
-            PeerLostError: a rank died.
-        """
+        """Returns the ranks that arrived within the grace window."""
         if not self._decides:
             decision = torch.zeros(self._group.size() + 1, dtype=torch.int64, device="cpu")
             self._group.recv(decision, _DECIDER, _DECISIONS, async_op=False, timeout=_NEVER)
@@ -262,16 +243,14 @@ class GraceWindow:
         return decided
 
     def _decide(self) -> Participants:
-        mailbox = self._mailbox
-        with mailbox.changed:
+        with self._mailbox.changed:
             while True:
                 now_s = time.monotonic()
                 self._take_arrivals(now_s)
-                decided = self._tracker.decide(now_s)
-                if decided is not None:
+                if (decided := self._tracker.decide(now_s)) is not None:
                     return decided
                 due_s = self._tracker.due_s()
-                mailbox.pause(None if due_s is None else max(0.0, due_s - now_s))
+                self._mailbox.pause(None if due_s is None else max(0.0, due_s - now_s))
 
     def _take_arrivals(self, now_s: float) -> None:
         latest = self._mailbox.latest_offer_from(self._tracker.number)
@@ -421,7 +400,7 @@ class BackgroundExchanges:
     Args:
         group: the process group for the exchanges; no other thread may use it.
         arrivals: a second process group with the same ranks, for arrival reports.
-        grace_s: the time in seconds that an exchange waits for late ranks. If None, exchanges wait for all ranks.
+        grace_s: the time that an exchange waits for late ranks. If None, exchanges wait for all ranks.
         averaging: the object that averages tensors over the ranks.
         fragment_of: a function that returns the fragment that an exchange transfers, given the number of the exchange.
         blank: a function that returns zeros with the dtypes and shapes of a fragment's offer.
@@ -446,8 +425,7 @@ class BackgroundExchanges:
     def start(self, number: int) -> None:
         """Sets the index of the next exchange.
 
-        Raises:
-            RuntimeError: the exchange thread is running, because not all ranks have left since it started.
+        Raises RuntimeError if the exchange thread is running, because not all ranks have left since it started.
         """
         if self._policy is not None:
             raise RuntimeError(
@@ -470,11 +448,7 @@ class BackgroundExchanges:
             policy.arrived(number)
 
     def outcome(self, number: int) -> ExchangeResult:
-        """Waits for the result of an exchange that this rank or another rank has started.
-
-        Raises:
-            CollectiveError: the exchange failed.
-        """
+        """Waits for the result of an exchange that this rank or another rank has started."""
         found = self._await(number)
         assert found is not None, "all ranks have left before an exchange that this rank has begun"
         return found

@@ -17,21 +17,13 @@ from torch.optim import Optimizer
 from paceline.train.diloco.exchanges import Tensors
 
 
-def averaged_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Returns the buffers that are averaged over the ranks: the floating-point buffers in the state_dict.
-
-    Other buffers are excluded, because each rank recomputes buffers outside the state_dict, and because the mean of
-    counters is not meaningful.
-    """
-    return [buffer for buffer in _saved_buffers(module) if buffer.is_floating_point()]
-
-
 def other_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Returns the integer and boolean buffers in the state_dict, such as counters, which are copied from rank 0."""
     return [buffer for buffer in _saved_buffers(module) if not buffer.is_floating_point()]
 
 
 def _saved_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """Returns the buffers in the state_dict; each rank recomputes all others."""
     saved = module.state_dict(keep_vars=True)
     return list({id(buffer): buffer for name, buffer in module.named_buffers() if name in saved}.values())
 
@@ -41,15 +33,6 @@ def flat_buffers(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
     widest = torch.float64 if any(buffer.dtype == torch.float64 for buffer in buffers) else torch.float32
     parts = [buffer.detach().to("cpu", widest).reshape(-1) for buffer in buffers]
     return torch.cat(parts) if parts else torch.zeros(0, device="cpu")
-
-
-@torch.no_grad()
-def set_buffer_values(buffers: Sequence[torch.Tensor], values: torch.Tensor) -> None:
-    """Copies `values`, a flat tensor from `flat_buffers`, back into the buffers."""
-    first = 0
-    for buffer in buffers:
-        buffer.copy_(values[first : first + buffer.numel()].view(buffer.shape))
-        first += buffer.numel()
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[range]:
@@ -71,10 +54,6 @@ class OuterParameters(nn.Module):
     """Holds the outer parameters: copies of the parameters as of their last exchange, bitwise equal on all ranks.
 
     The copies are sent from CPU memory and have at least float32 precision.
-
-    Args:
-        params: the parameters that the ranks train.
-        fragments: the number of fragments into which the parameters are divided.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], fragments: int) -> None:
@@ -106,14 +85,13 @@ class OuterParameters(nn.Module):
 
         The optimizer does not change other fragments, because their parameters have no gradient.
         """
-        first = 0
-        for _, copy in self._pairs_of(fragment):
-            part = gradient[first : first + copy.numel()].view(copy.shape).to(copy.dtype)
-            first += copy.numel()
+        copies = [copy for _, copy in self._pairs_of(fragment)]
+        for copy, part in zip(copies, gradient.split([copy.numel() for copy in copies]), strict=True):
+            own = part.view(copy.shape).to(copy.dtype)
             if optimizer is None:
-                copy.sub_(part)
+                copy.sub_(own)
             else:
-                copy.grad = part
+                copy.grad = own
         if optimizer is not None:
             optimizer.step()
             for _, copy in self._pairs:
@@ -157,15 +135,12 @@ def _copy_of(param: nn.Parameter) -> nn.Parameter:
 class ExchangeContent:
     """Collects the tensors for an exchange from a module, and copies buffer means back into the module.
 
-    Args:
-        module: the model.
-        outer: the model's outer parameters.
-        fragments: the number of fragments.
+    Only floating-point buffers are averaged, because the mean of counters is not meaningful.
     """
 
     def __init__(self, module: nn.Module, outer: OuterParameters, fragments: int) -> None:
         self._outer = outer
-        self._buffers = averaged_buffers(module)
+        self._buffers = [buffer for buffer in _saved_buffers(module) if buffer.is_floating_point()]
         self._last = fragments - 1
 
     def offer(self, fragment: int) -> Tensors:
@@ -176,10 +151,13 @@ class ExchangeContent:
         """Returns zeros with the dtypes and shapes of `offer`."""
         return [self._outer.zeros(fragment), *(values.zero_() for values in self._values_with(fragment))]
 
+    @torch.no_grad()
     def set_buffers(self, mean: Tensors) -> None:
         """Sets the buffers to their means if the result includes them."""
         for values in mean[1:]:
-            set_buffer_values(self._buffers, values)
+            parts = values.split([buffer.numel() for buffer in self._buffers])
+            for buffer, part in zip(self._buffers, parts, strict=True):
+                buffer.copy_(part.view(buffer.shape))
 
     def _values_with(self, fragment: int) -> Tensors:
         return [flat_buffers(self._buffers)] if self._buffers and fragment == self._last else []

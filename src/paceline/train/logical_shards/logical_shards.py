@@ -53,12 +53,7 @@ class Sums(Protocol):
     """Interface for objects that add up the values of all shards."""
 
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
-        """Returns the sum over all shards, added in tree order.
-
-        Args:
-            value_of: a function that computes a shard's value from its number.
-            is_step: whether the sum contains the gradients for a training step.
-        """
+        """Returns the sum of `value_of` over all shards, in tree order; `is_step` if it contains a step's gradients."""
         ...
 
 
@@ -124,7 +119,7 @@ class LogicalShards:
         self.mine = run_of_rank(count, size, rank)
         self.module = module
         self._sums: Sums = GroupSums(count, self._group)
-        self._on_batch: Callable[[], None] = _nothing
+        self._on_batch: Callable[[], None] | None = None
         chosen = choose_checks(checks)
         options: dict[str, object] = {"count": count, "seed": seed, "threads": threads, "checks": str(chosen)}
         tracked = collect_tracked(module)
@@ -148,7 +143,8 @@ class LogicalShards:
 
     def begin_batch(self) -> None:
         """Prepares the next batch or the end of an epoch; called by loaders."""
-        self._on_batch()
+        if self._on_batch is not None:
+            self._on_batch()
 
     def backward(self, loss_of: Callable[[Any], torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
         """Computes the gradient of the mean loss over the step's samples and accumulates it into the parameters.
@@ -166,10 +162,11 @@ class LogicalShards:
         buffers = list(self.module.buffers())
         before = [buffer.detach().clone() for buffer in buffers]
         earlier = [param.grad for param in params]
-        of_shard = _reader(batches)
+        by_shard = {batch.key[2]: batch for batch in batches}
+        batch_of: Callable[[int], Batch | None] = batches.of if isinstance(batches, StepBatches) else by_shard.get
 
         def value_of(shard: int) -> Values:
-            values = self._compute(loss_of, of_shard(shard), shard, params, buffers, before)
+            values = self._compute(loss_of, batch_of(shard), shard, params, buffers, before)
             self._checks.look_at(list(named), values[2 : 2 + len(params)])
             return values
 
@@ -178,7 +175,9 @@ class LogicalShards:
         for param, gradient, old, times in zip(params, rest, earlier, found.tolist(), strict=False):
             new = laid_out_as(param, gradient) if times else None
             param.grad = old if new is None else new if old is None else old.add_(new)
-        self._update(buffers, before, rest[len(params) :])
+        for buffer, old, change in zip(buffers, before, rest[len(params) :], strict=True):
+            # The sum of an integer or boolean buffer is the buffer of shard 0.
+            buffer.copy_(old + change.to(buffer.device) if buffer.is_floating_point() else change)
         self._checks.end(rest[: len(params)])
         return loss.to(self._device, copy=True)
 
@@ -236,14 +235,6 @@ class LogicalShards:
         ]
         return [loss.detach().to(self._device, torch.float32).reshape(()), found, *gradients, *changes]
 
-    @staticmethod
-    def _update(
-        buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor], changes: Sequence[torch.Tensor]
-    ) -> None:
-        """Adds the mean update over the shards to floating-point buffers, and copies other buffers from shard 0."""
-        for buffer, old, change in zip(buffers, before, changes, strict=True):
-            buffer.copy_(old + change.to(buffer.device) if buffer.is_floating_point() else change)
-
 
 class GroupSums:
     """Adds up `count` shards, of which each rank in `group` computes a consecutive range."""
@@ -263,10 +254,7 @@ class GroupSums:
 class ShardSums:
     """Sums `measure` over the batches of each shard, for an evaluation.
 
-    Args:
-        measure: a function that maps a batch's data to a tensor with the same shape, dtype and device for each batch.
-        seed: the seed for the random streams.
-        devices: the devices, other than the CPU, whose generators draw from the random streams.
+    `devices` are those, other than the CPU, whose generators draw from the random streams.
     """
 
     def __init__(self, measure: Measure, seed: int, devices: Sequence[torch.device] = ()) -> None:
@@ -309,10 +297,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             layer.training = mode
 
 
-def _nothing() -> None:
-    """Does nothing; serves as the default callback."""
-
-
 def _change(after: torch.Tensor, before: torch.Tensor, weight: float) -> torch.Tensor:
     """Returns a shard's weighted update of a buffer, which is zero for unchanged entries, even if they are infinite."""
     return torch.where(after == before, 0, after - before).mul_(weight)
@@ -322,9 +306,3 @@ def _of_first_shard(buffer: torch.Tensor, shard: int) -> torch.Tensor:
     """Returns the buffer for shard 0 and zeros for other shards, so that the sum equals shard 0's buffer."""
     summable = buffer.to(torch.uint8) if buffer.dtype is torch.bool else buffer
     return summable.clone() if shard == 0 else torch.zeros_like(summable)
-
-
-def _reader(batches: Sequence[Batch]) -> Callable[[int], Batch | None]:
-    """Returns a function that maps a shard number to the shard's batch, or to None if the shard has no samples."""
-    by_shard = {batch.key[2]: batch for batch in batches}
-    return batches.of if isinstance(batches, StepBatches) else by_shard.get

@@ -35,13 +35,7 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class ShardBatch:
-    """A shard's batch in one step.
-
-    Attributes:
-        key: the epoch number, the step number and the shard number.
-        weight: the batch's share of the step's samples, from 0 to 1.
-        data: the data from which the loss is computed.
-    """
+    """A shard's batch in one step; see `Batch`."""
 
     key: tuple[int, int, int]
     weight: float
@@ -49,11 +43,9 @@ class ShardBatch:
 
 
 class StepBatches(list[ShardBatch]):
-    """The batches of this rank's shards in one step.
+    """The batches of this rank's shards in one step; shards without samples are omitted.
 
-    Args:
-        batches: the batches of this rank's shards; shards without samples are omitted.
-        read: a function that reads the batch of any shard in this step, or returns None if the shard has no samples.
+    `read` reads the batch of any shard in this step, or returns None if the shard has no samples.
     """
 
     def __init__(self, batches: Iterable[ShardBatch], read: Callable[[int], ShardBatch | None]) -> None:
@@ -74,9 +66,7 @@ class StepBatches(list[ShardBatch]):
 def random_stream(*key: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
     """Returns a context in which torch and `random` draw from the stream for `key`; their states are restored on exit.
 
-    Args:
-        key: the numbers that identify the stream.
-        devices: the devices, other than the CPU, whose generators draw from the stream.
+    `devices` are those, other than the CPU, whose generators also draw from the stream.
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little")
@@ -98,19 +88,12 @@ def random_stream(*key: int, devices: Sequence[torch.device] = ()) -> Iterator[N
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The order of samples in an epoch, and their division into steps and shards.
-
-    Attributes:
-        epoch: the epoch number.
-        order: the indices of the samples, in the order of training.
-        shards: the number of logical shards.
-        batch_size: the number of samples per shard in a step.
-    """
+    """The order of samples in an epoch, and their division into steps and shards."""
 
     epoch: int
-    order: torch.Tensor
+    order: torch.Tensor  # the indices of the samples, in the order of training
     shards: int
-    batch_size: int
+    batch_size: int  # the number of samples per shard in a step
 
     @classmethod
     def of(cls, epoch: int, samples: int, shards: int, batch_size: int, *, seed: int, shuffle: bool) -> EpochPlan:

@@ -35,21 +35,13 @@ from paceline.train.module_tensors import TrackedTensors, accelerators_of, broad
 
 @dataclass(eq=False)
 class _Forward:
-    """The state that a forward pass keeps for its backward pass.
+    """The state that a forward pass keeps for its backward pass."""
 
-    Attributes:
-        reduces: whether the backward pass averages the gradients.
-        params: copies of the parameters, for each of this rank's shards.
-        changes: the updates of the floating-point buffers, for each of this rank's shards.
-        whole: the integer and boolean buffers after the first shard's forward pass.
-        is_reduced: whether the gradients have been averaged.
-    """
-
-    reduces: bool
-    params: list[list[torch.Tensor]] = field(default_factory=list)
-    changes: list[list[torch.Tensor]] = field(default_factory=list)
-    whole: list[torch.Tensor] = field(default_factory=list)
-    is_reduced: bool = False
+    reduces: bool  # whether the backward pass averages the gradients
+    params: list[list[torch.Tensor]] = field(default_factory=list)  # copies, for each of this rank's shards
+    changes: list[list[torch.Tensor]] = field(default_factory=list)  # of the floating-point buffers, for each shard
+    whole: list[torch.Tensor] = field(default_factory=list)  # the other buffers after the first shard's forward pass
+    is_reduced: bool = False  # whether the gradients have been averaged
 
 
 class ShardedReplica:
@@ -61,12 +53,8 @@ class ShardedReplica:
         count: the number of shards, a power of two that is at least the number of ranks.
         seed: the seed for the shards' random streams.
         dim: the batch dimension of inputs and outputs.
-        group: the process group of the ranks.
+        group: the process group of the ranks, whose number must be a power of two.
         checks: the checks for gradients and replicas.
-
-    Raises:
-        ValueError: the number of shards or ranks is not a power of two, or there are fewer shards than ranks.
-        TypeError: a parameter has sparse gradients.
     """
 
     def __init__(
@@ -104,16 +92,7 @@ class ShardedReplica:
     ) -> object:
         """Runs the module on each shard of this rank's batch and concatenates the outputs.
 
-        Args:
-            args: the module's positional arguments.
-            kwargs: the module's keyword arguments.
-            reduces: whether the backward pass averages the gradients. If False, they accumulate until a later backward
-                pass averages them.
-            compiler: the compiler for the module, or None.
-
-        Raises:
-            ValueError: the batch cannot be divided evenly among the shards.
-            RuntimeError: a backward pass is running.
+        If `reduces` is False, the gradients accumulate until a later backward pass averages them.
         """
         if in_backward():
             raise RuntimeError(

@@ -12,6 +12,7 @@ rounding at each node.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -150,17 +151,14 @@ def laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def add(left: Values, right: Values) -> Values:
     """Adds `right` to `left` in place and returns `left`."""
-    for indices in _indices_by_device(left):
-        torch._foreach_add_([left[index] for index in indices], [right[index] for index in indices])
+    by_device: dict[torch.device, tuple[Values, Values]] = {}  # a kernel's tensors must all be on one device
+    for own, other in zip(left, right, strict=True):
+        sums, addends = by_device.setdefault(own.device, ([], []))
+        sums.append(own)
+        addends.append(other)
+    for sums, addends in by_device.values():
+        torch._foreach_add_(sums, addends)
     return left
-
-
-def _indices_by_device(tensors: Values) -> list[list[int]]:
-    """Groups the tensors' indices by device, because a kernel's tensors must all be on one device."""
-    found: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        found.setdefault(tensor.device, []).append(index)
-    return list(found.values())
 
 
 def sum_over_ranks(
@@ -201,18 +199,11 @@ def _sum_in_core(own: Values, group: ProcessGroup, in_place: bool) -> Values:
 def _sum_in_slices(own: Sequence[Values], nodes: Sequence[Sequence[Node]], root: Node, group: ProcessGroup) -> Values:
     # A rank without shards cannot derive the dtypes and shapes from its own values.
     like = own[0] if all(nodes) else _announced(own, nodes, group)
-    flat = [pack(values) for values in own]
-    sums = {
-        (dtype, device): _sum_of_kind(
-            [values[dtype, device] for values in flat],
-            nodes,
-            root,
-            group,
-            torch.empty(0, dtype=dtype, device=device),
-            length,
-        )
-        for (dtype, device), length in lengths_of(like).items()
-    }
+    flat, sums = [pack(values) for values in own], {}
+    for kind, length in lengths_of(like).items():
+        dtype, device = kind
+        empty = torch.empty(0, dtype=dtype, device=device)
+        sums[kind] = _sum_of_kind([values[kind] for values in flat], nodes, root, group, empty, length)
     return unpack(sums, like)
 
 
@@ -247,11 +238,7 @@ def _sum_of_kind(
     width = bounds[rank][1] - bounds[rank][0]
     outputs = [[like.new_empty(width) for _ in theirs] for theirs in nodes]
     group.all_to_all(outputs, inputs)
-    known = {
-        node: value
-        for theirs, values in zip(nodes, outputs, strict=True)
-        for node, value in zip(theirs, values, strict=True)
-    }
+    known = dict(zip(chain(*nodes), chain(*outputs), strict=True))
     total = add_up(root, torch.Tensor.add_, _no_leaf, known)
     if width < slice_length:
         total = torch.cat([total, like.new_zeros(slice_length - width)])
