@@ -27,21 +27,13 @@ from paceline.train.shared_model.shared_shards import ReadyRound, RoundLayout, S
 
 @dataclass(frozen=True)
 class HostGroups:
-    """The process groups that a rank uses.
+    """The process groups that a rank uses."""
 
-    Attributes:
-        whole: the group of all ranks.
-        host: the group of this host's ranks.
-        across: the group of ranks that own the same slice, one per host; None if there is only one host.
-        ranks: this host's ranks, which share memory.
-        is_first: whether the first rank of `whole` is on this host.
-    """
-
-    whole: ProcessGroup
-    host: ProcessGroup
-    across: ProcessGroup | None
-    ranks: HostRanks
-    is_first: bool
+    whole: ProcessGroup  # of all ranks
+    host: ProcessGroup  # of this host's ranks
+    across: ProcessGroup | None  # of the ranks that own the same slice, one per host; None if there is only one host
+    ranks: HostRanks  # this host's ranks, which share memory
+    is_first: bool  # whether the first rank of `whole` is on this host
 
 
 def groups_by_host(group: ProcessGroup) -> HostGroups:
@@ -78,29 +70,21 @@ class GradientExchange:
     """Averages gradients over all ranks, one round at a time.
 
     Args:
-        shards: the slices that each rank owns.
+        shards: the slices that each rank owns. If they are cut, each round's averages are consumed before the next
+            round starts, so that the next round may overwrite them.
         names: the names of the parameters, in the order of `shards.by_param`.
         groups: the process groups within and across hosts.
         check: a check of this rank's gradients before they are averaged, or None.
-        by_round: True if each round's averages are consumed before the next round starts, so that the next round may
-            overwrite them.
     """
 
     def __init__(
-        self,
-        shards: SharedShards,
-        names: Sequence[str],
-        groups: HostGroups,
-        check: GradientCheck | None,
-        *,
-        by_round: bool,
+        self, shards: SharedShards, names: Sequence[str], groups: HostGroups, check: GradientCheck | None
     ) -> None:
         self._shards = shards
         self._params = [its_shards[0].param for its_shards in shards.by_param]
         self._names = list(names)
         self._groups = groups
         self._check = check
-        self._by_round = by_round
         self._averages = groups.across is None  # whether the reduction within the host computes averages
         self._applies_updates = shards.cuts and self._averages and applies_updates(groups.host)
         # - Values on which the ranks have agreed
@@ -116,31 +100,21 @@ class GradientExchange:
         # - Memory for the averages
         self._layouts: dict[tuple[bool, ...], RoundLayout] = {}
         self._current: RoundLayout | None = None  # the layout whose memory the shards' gradients use
-        self._zeros = torch.zeros(
-            0, dtype=torch.uint8, device="cpu"
-        )  # zeros, read in place of gradients that this rank does not have
+        # Read in place of gradients that this rank does not have.
+        self._zeros = torch.zeros(0, dtype=torch.uint8, device="cpu")
 
     def agree(self, changed: str | None, has_inputs: bool, needs_averages: bool) -> bool:
         """Waits until all ranks have entered their step, so that no rank is still reading parameters.
 
-        Args:
-            changed: a description of a forbidden change to the parameters on this rank, or None.
-            has_inputs: whether this rank still has inputs.
-            needs_averages: whether this rank's gradients have yet to be averaged.
+        Raises RuntimeError on every rank if any rank has `changed` the parameters in a way that is forbidden.
 
         Returns:
             True if any rank's gradients are still to be averaged. In this case, the ranks have also exchanged
             information about which parameters have gradients.
-
-        Raises:
-            RuntimeError: parameters were changed on any rank; raised on every rank.
         """
         present = [has_inputs and param.grad is not None for param in self._params]
-        facts = torch.tensor(
-            [changed is not None, needs_averages, present != self._anywhere, not has_inputs],
-            dtype=torch.int64,
-            device="cpu",
-        )
+        flags = [changed is not None, needs_averages, present != self._anywhere, not has_inputs]
+        facts = torch.tensor(flags, dtype=torch.int64, device="cpu")
         self._groups.whole.all_reduce(facts)
         changes, needed, differ, self.idle = facts.tolist()
         if changes:
@@ -160,8 +134,7 @@ class GradientExchange:
     def is_outdated(self) -> bool:
         """Returns True if the parameters' gradients differ from the tensors that `remember` recorded.
 
-        Raises:
-            RuntimeError: an averaged gradient was modified.
+        Raises RuntimeError if an averaged gradient was modified.
         """
         now = self._gradients()
         for name, (gradient, version), (other, earlier) in zip(self._names, now, self._source, strict=True):
@@ -189,10 +162,9 @@ class GradientExchange:
     def rounds(self, whole: bool) -> Sequence[ReadyRound]:
         """Returns the rounds for this step, and sets the shards' gradients to views of the rounds' results.
 
-        Args:
-            whole: whether the results of all rounds must be available at the same time.
+        If `whole`, the results of all rounds are available at the same time.
         """
-        whole = whole or not self._by_round
+        whole = whole or not self._shards.cuts
         key = (whole, *self._anywhere)
         layout = self._layouts.get(key)
         if layout is None:
@@ -223,10 +195,7 @@ class GradientExchange:
     def average(self, ready: ReadyRound, update: _core.Update | None, *, stores: bool = False) -> None:
         """Averages the gradients of a round; every rank must call this method.
 
-        Args:
-            ready: the round to average.
-            update: the update that the core applies to this rank's averages, or None.
-            stores: whether to store the averages even if `update` is given. Without an update, they are always stored.
+        If `update` is given, the core applies it to this rank's averages, and they are stored only if `stores` is True.
         """
         if self._shards.cuts:
             self._reduce_scatter(ready, update, stores or update is None)

@@ -33,6 +33,8 @@ from paceline.train.zero.partitioned_optimizer import (
 )
 from paceline.train.zero.shards import is_elementwise
 
+# The minimum size of a round, whose gradients are averaged and applied together. For this many bytes, the overhead of
+# Python and of waiting for other ranks is small.
 LEAST_ROUND_BYTES = 4 << 20
 
 
@@ -284,17 +286,12 @@ class SharedModelOptimizer(PartitionedOptimizer):
         return named_with(self._module, self._params())
 
     def _start(self) -> None:
-        named = self._named()
-        names = {id(param): name for name, param in named.items()}
+        names = {id(param): name for name, param in self._named().items()}
         in_groups = [shards[0].param for shards in self._shards.by_param]
         trained = {names[id(param)]: param for param in in_groups if param.requires_grad}
         self._check = GradientCheck(trained, self.process_group) if choose_checks(None).are_on else None
         self._exchange = GradientExchange(
-            self._shards,
-            [names[id(param)] for param in in_groups],
-            self._groups,
-            self._check,
-            by_round=self._shards.cuts,
+            self._shards, [names[id(param)] for param in in_groups], self._groups, self._check
         )
         assert self._inner is not None
         self._core_updates = FusedUpdates(self._inner)
@@ -326,10 +323,8 @@ class FusedUpdates:
     """Creates updates with which the core applies `optimizer` to a slice while its average is in the first-level cache.
 
     The core supports torch's Adam, AdamW and SGD with `fused=True`, whose rounding torch leaves to the implementation.
-    Torch remains responsible for their state: it creates the state in the first step, and saves and loads it.
-
-    Args:
-        optimizer: an optimizer for the slices that this rank owns; its parameter groups must not change.
+    Torch remains responsible for their state: it creates the state in the first step, and saves and loads it. The
+    parameter groups of `optimizer`, which hold this rank's slices, must not change.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -427,7 +422,3 @@ def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> _Group | None
         )
         return _Group(options, ("momentum_buffer",) if momentum else ())
     return None
-
-
-# The minimum size of a round, whose gradients are averaged and applied together. For this many bytes, the overhead of
-# Python and of waiting for other ranks is small.

@@ -59,13 +59,7 @@ _TORN = (
 
 
 class SharedParameters:
-    """Moves parameters to memory that the ranks on a host share.
-
-    Args:
-        group: the ranks on all hosts.
-        ranks: the ranks on this host.
-        module: the module that contains the parameters.
-    """
+    """Moves a module's parameters to memory that the ranks on a host share; `group` has the ranks on all hosts."""
 
     @classmethod
     def of(cls, module: nn.Module, group: ProcessGroup, ranks: HostRanks) -> SharedParameters:

@@ -46,13 +46,7 @@ def cut_evenly(sizes: Sequence[int], ranks: int, round_size: int, alignment: int
     """Divides parameters into rounds of about `round_size` elements, and each round into slices of about equal size.
 
     A parameter is cut only at multiples of `alignment` elements. Two ranks therefore never write to the same cache
-    line, and kernels compute each element as they would in the whole parameter.
-
-    Args:
-        sizes: the number of elements in each parameter.
-        ranks: the number of ranks.
-        round_size: the number of elements in a round.
-        alignment: the number of elements between two permitted cuts.
+    line, and kernels compute each element as they would in the whole parameter. `sizes` are in elements.
 
     >>> cut_evenly([4, 12], 2, 16, 2)[0][0]
     [ElementRun(param=0, start=0, stop=4), ElementRun(param=1, start=0, stop=4)]
@@ -111,11 +105,8 @@ class SumRound:
 class SharedShards(Shards):
     """The shards of an optimizer's parameters; the division into shards is the same on every host.
 
-    Args:
-        rank: the index of this rank on its host.
-        size: the number of ranks on a host.
-        cuts: whether parameters may be cut. If False, each parameter has one owner.
-        least_round_bytes: the minimum size of a round in bytes, if parameters may be cut.
+    `rank` is the index of this rank on its host, which has `size` ranks. Without `cuts`, each parameter has one owner.
+    With cuts, a round has at least `least_round_bytes`.
     """
 
     def __init__(self, rank: int, size: int, cuts: bool, least_round_bytes: int) -> None:
@@ -172,9 +163,7 @@ class SliceReads:
     def pieces(self, addresses: Sequence[int], zeros: int) -> list[int]:
         """Returns a flat sequence that contains the address and the size in bytes of each run.
 
-        Args:
-            addresses: the address of each parameter's gradient, or 0.
-            zeros: the address of zero bytes that replace missing gradients.
+        Parameters with an address of 0 have no gradient; the bytes at the address `zeros` replace it.
         """
         pieces = [0] * (2 * len(self.params))
         pieces[0::2] = [
@@ -189,19 +178,12 @@ class SliceReads:
 
 @dataclass(frozen=True, eq=False)
 class ReadyRound:
-    """A round together with the memory for its results.
+    """A round together with the memory for its results."""
 
-    Attributes:
-        dtype_code: the core's code for the dtype.
-        reads: this rank's contribution to each rank's slice.
-        sums: this rank's slice of the results.
-        averages: pairs of a tensor that this rank updates and its gradient, which is a view of `sums`.
-    """
-
-    dtype_code: int
-    reads: Sequence[SliceReads]
-    sums: torch.Tensor
-    averages: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    dtype_code: int  # the core's code for the dtype
+    reads: Sequence[SliceReads]  # this rank's contribution to each rank's slice
+    sums: torch.Tensor  # this rank's slice of the results
+    averages: Sequence[tuple[torch.Tensor, torch.Tensor]]  # tensors to update, and their gradients: views of `sums`
 
     @cached_property
     def updated(self) -> frozenset[int]:
@@ -219,12 +201,9 @@ class RoundLayout:
 
 
 def lay_out(shards: SharedShards, present: Sequence[bool], whole: bool) -> RoundLayout:
-    """Allocates the rounds for the parameters that have a gradient on any rank.
+    """Allocates the rounds for the parameters that have a gradient on any rank: those whose flag in `present` is True.
 
-    Args:
-        shards: the slices that each rank owns.
-        present: one flag per parameter, True if any rank has a gradient for the parameter.
-        whole: whether the results of each round have separate memory. If False, all rounds share the same memory.
+    If `whole`, the results of each round have separate memory. Otherwise, all rounds share the same memory.
     """
     rounds = [
         SumRound(part.dtype, [[run for run in owned if present[run.param]] for owned in part.runs])
