@@ -18,7 +18,7 @@ from paceline.comm.group.init import new_group
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.spans import STEPS
 from paceline.train.diloco.exchange_scheduler import BeginExchange, ExchangeInterval, ExchangeScheduler
-from paceline.train.diloco.exchanges import BackgroundExchanges, ExchangeResult, Exchanges, NoExchanges, OuterAverager
+from paceline.train.diloco.exchanges import BackgroundExchanges, ExchangeResult, Exchanges, OuterAverager
 from paceline.train.diloco.outer_parameters import ExchangeContent, OuterParameters, other_buffers
 from paceline.train.shared_model.shared_model_optimizer import SharedModelOptimizer
 from paceline.train.zero.optimizer_state import load_optimizer
@@ -199,7 +199,7 @@ class DiLoCo:
         copies = {id(param): copy for param, copy in self.outer_module.pairs()}
         for options in outer.param_groups:
             options["params"] = [copies[id(param)] for param in options["params"] if id(param) in copies]
-        self._exchanges: Exchanges = NoExchanges()
+        self._exchanges = Exchanges()
         if group.size() > 1:
             own = self._new_group("outer gradients")
             arrivals = self._new_group("arrivals for outer gradients")

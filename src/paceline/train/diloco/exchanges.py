@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -145,27 +144,12 @@ _NEVER = timedelta.max  # the time until the next exchange is unbounded; if a ra
 _SLACK_S = 10.0
 
 
-class ParticipantPolicy(Protocol):
-    """Selects the participants of each exchange."""
-
-    def arrived(self, number: int) -> None:
-        """Reports this rank's arrival at an exchange, or FINISHED; called by the training thread."""
-        ...
-
-    def is_certain(self, number: int) -> bool:
-        """Returns True if this rank is certain to participate; called before `participants`."""
-        ...
-
-    def participants(self, number: int) -> Participants:
-        """Waits until the participants are decided, and returns them; called by the exchange thread."""
-        ...
-
-
 class WaitForAll:
     """Waits for all ranks that have not finished.
 
     A rank that has arrived starts sending its tensors while the ranks report their arrivals through `group`, which is
-    used for nothing else.
+    used for nothing else. The training thread calls `arrived`. For each exchange, the exchange thread calls
+    `is_certain` and then `participants`.
     """
 
     def __init__(self, group: ProcessGroup, mailbox: ExchangeMailbox) -> None:
@@ -203,7 +187,8 @@ class WaitForAll:
 class GraceWindow:
     """Excludes ranks that arrive after the grace window, which starts at the first arrival and is enforced by rank 0.
 
-    The other ranks report their arrivals to rank 0, and their exchange threads wait for its decisions.
+    The other ranks report their arrivals to rank 0, and their exchange threads wait for its decisions. The methods are
+    called as in `WaitForAll`.
     """
 
     def __init__(self, group: ProcessGroup, grace_s: float, mailbox: ExchangeMailbox, number: int) -> None:
@@ -316,82 +301,46 @@ class OuterAverager:
         return None if self._kind is None else self._wires.setdefault(fragment, Wire(self._kind))
 
 
-class Exchanges(Protocol):
-    """Averages outer gradients over a set of ranks."""
-
-    def start(self, number: int) -> None:
-        """Sets the index of the next exchange."""
-        ...
-
-    def decided(self) -> int:
-        """Returns the number of exchanges whose participants are known, whether or not they include this rank."""
-        ...
-
-    def begin(self, number: int, offer: Tensors) -> None:
-        """Starts an exchange to which this rank contributes `offer`."""
-        ...
-
-    def outcome(self, number: int) -> ExchangeResult:
-        """Waits for the result of an exchange that has started."""
-        ...
-
-    def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the results of all exchanges that any rank has started, until every rank has left."""
-        ...
-
-    def mean(self, fragment: int, offer: Tensors) -> Tensors:
-        """Returns the mean of the ranks' tensors; called after `leave` has ended."""
-        ...
-
-    def most(self, number: int) -> int:
-        """Returns the maximum of `number` over all ranks; called after `leave` has ended."""
-        ...
-
-    def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies the first rank's tensors to all ranks; called after `leave` has ended."""
-        ...
-
-
-class NoExchanges:
-    """Implements `Exchanges` for a single rank: the mean equals the rank's own tensors."""
+class Exchanges:
+    """Averages outer gradients over a set of ranks. In this base class, the set consists of this rank alone."""
 
     def __init__(self) -> None:
         self._offers: dict[int, Tensors] = {}
 
     def start(self, number: int) -> None:
-        """Discards the exchanges that have started."""
+        """Sets the index of the next exchange, and discards the exchanges that have started."""
         self._offers.clear()
 
     def decided(self) -> int:
-        """Returns 0, because no exchange is ever decided without this rank."""
+        """Returns the number of exchanges whose participants are known, or 0 if they always include this rank."""
         return 0
 
     def begin(self, number: int, offer: Tensors) -> None:
-        """Stores the offer."""
+        """Starts an exchange to which this rank contributes `offer`."""
         self._offers[number] = offer
 
     def outcome(self, number: int) -> ExchangeResult:
-        """Returns the offer as the mean."""
+        """Waits for the result of an exchange that has started."""
         return ExchangeResult(number, self._offers.pop(number), took_part=True)
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the results of exchanges that have started."""
+        """Yields the results of all exchanges that any rank has started, until every rank has left."""
         for number in begun:
             yield self.outcome(number)
 
     def mean(self, fragment: int, offer: Tensors) -> Tensors:
-        """Returns the offer."""
+        """Returns the mean of the ranks' tensors; called after `leave` has ended."""
         return offer
 
     def most(self, number: int) -> int:
-        """Returns the number."""
+        """Returns the maximum of `number` over all ranks; called after `leave` has ended."""
         return number
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Does nothing."""
+        """Copies the first rank's tensors to all ranks; called after `leave` has ended."""
 
 
-class BackgroundExchanges:
+class BackgroundExchanges(Exchanges):
     """Runs exchanges on a background thread, in dedicated process groups.
 
     While this rank lags behind in training, or after it has finished, the thread contributes zeros to the collectives
@@ -415,11 +364,12 @@ class BackgroundExchanges:
         fragment_of: Callable[[int], int],
         blank: Callable[[int], Tensors],
     ) -> None:
+        super().__init__()
         self._group, self._arrivals, self._grace_s = group, arrivals, grace_s
         self._averaging = averaging
         self._fragment_of, self._blank = fragment_of, blank
         self._mailbox = ExchangeMailbox(0)
-        self._policy: ParticipantPolicy | None = None  # None while the exchange thread is not running
+        self._policy: WaitForAll | GraceWindow | None = None  # None while the exchange thread is not running
         self._next = 0
 
     def start(self, number: int) -> None:
@@ -485,7 +435,7 @@ class BackgroundExchanges:
         self._group.close()
         self._arrivals.close()
 
-    def _opened(self) -> tuple[ExchangeMailbox, ParticipantPolicy]:
+    def _opened(self) -> tuple[ExchangeMailbox, WaitForAll | GraceWindow]:
         """Returns the mailbox and the policy; starts the exchange thread if it is not running."""
         if self._policy is None:
             mailbox = self._mailbox = ExchangeMailbox(self._next)
@@ -497,7 +447,7 @@ class BackgroundExchanges:
             threading.Thread(target=self._serve, args=arguments, name="paceline-outer", daemon=True).start()
         return self._mailbox, self._policy
 
-    def _serve(self, mailbox: ExchangeMailbox, policy: ParticipantPolicy, number: int) -> None:
+    def _serve(self, mailbox: ExchangeMailbox, policy: WaitForAll | GraceWindow, number: int) -> None:
         """Runs exchanges, starting with `number`, until all ranks have finished."""
         rank = self._group.rank()
         try:

@@ -63,11 +63,7 @@ _orders: dict[tuple[str, int], str] = {}
 
 
 def arm(worker: str, orders: str) -> None:
-    """Arms the orders for `worker` and ignores those for other workers.
-
-    Raises:
-        ValueError: An order is malformed, or its point or action is unknown.
-    """
+    """Arms the orders for `worker`, ignoring those for others; raises ValueError if any order is invalid."""
     _orders.clear()
     for order in filter(None, orders.split(",")):
         try:
@@ -81,11 +77,6 @@ def arm(worker: str, orders: str) -> None:
             raise ValueError(f"{VARIABLE} has {order!r}; points are {_ALL_POINTS}, and actions {tuple(_ACTIONS)}")
         if name == worker:
             _orders[point, number] = action
-
-
-def arm_by_environment(worker: str) -> None:
-    """Arms the orders for `worker` in `PACELINE_FAILPOINTS`; see `arm`."""
-    arm(worker, os.environ.get(VARIABLE, ""))
 
 
 def failpoint(point: str) -> None:

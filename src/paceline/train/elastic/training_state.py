@@ -152,10 +152,7 @@ class TrainingState:
         others: The optimizer and all other objects with state, by name.
         is_replicated: Whether all workers compute the same values. If so, their random number generators have the same
             state, and their buffers are equal after each committed round. If not, each worker computes on its own part
-            of a batch. Default: True.
-
-    Raises:
-        TypeError: An object in `others` lacks `state_dict` or `load_state_dict`.
+            of a batch.
     """
 
     def __init__(self, module: nn.Module, others: Mapping[str, Stateful], *, is_replicated: bool = True) -> None:
@@ -166,7 +163,7 @@ class TrainingState:
                     "so that a worker that joins can receive its state"
                 )
         self._module = module
-        self._others = dict(others)
+        self.stateful = dict(others)
         self._is_replicated = is_replicated
 
     @property
@@ -175,14 +172,9 @@ class TrainingState:
         return [*self._module.parameters()]
 
     @property
-    def stateful(self) -> dict[str, Stateful]:
-        """All objects except the module, by name."""
-        return dict(self._others)
-
-    @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The optimizers among these objects, by name."""
-        return {name: other for name, other in self._others.items() if isinstance(other, torch.optim.Optimizer)}
+        return {name: other for name, other in self.stateful.items() if isinstance(other, torch.optim.Optimizer)}
 
     def capture(self) -> dict[str, Any]:
         """Returns the state on the CPU.
@@ -196,7 +188,7 @@ class TrainingState:
             "gradients": [param.grad for param in self._module.parameters()],
             "pending": [is_pending(param) for param in self._module.parameters()],
             "buffers": [buffer.detach() for buffer in self._module.buffers()],
-            "others": {name: other.state_dict() for name, other in self._others.items()},
+            "others": {name: other.state_dict() for name, other in self.stateful.items()},
             "random": [torch.get_rng_state(), random.getstate()],
             "device_random": [
                 torch.get_device_module(device).get_rng_state(device) for device in accelerators_of(self._module)
@@ -212,7 +204,7 @@ class TrainingState:
         for param, gradient in zip(self._module.parameters(), state["gradients"], strict=True):
             param.grad = None if gradient is None else gradient.to(param.device, copy=True)
         self._mark_used(state["pending"])
-        for name, other in self._others.items():
+        for name, other in self.stateful.items():
             _load(other, state["others"][name])
         if not self._is_replicated:
             return
@@ -226,15 +218,14 @@ class TrainingState:
     def capture_rest(self, is_known: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
         """Returns, on the CPU, the state that a worker still lacks after repeating all optimizer steps.
 
-        Args:
-            is_known: A function that returns whether the worker already has the gradient of a parameter.
+        `is_known` returns whether the worker already has the gradient of a parameter.
         """
         rest = {
             "gradients": [None if is_known(param) else param.grad for param in self.parameters],
             "has_gradient": [param.grad is not None for param in self.parameters],
             "pending": [is_pending(param) for param in self.parameters],
             "buffers": [buffer.detach() for buffer in self._module.buffers()],
-            "others": {name: _without_tensors(other) for name, other in self._others.items()},
+            "others": {name: _without_tensors(other) for name, other in self.stateful.items()},
         }
         return on_host(rest)
 
@@ -248,7 +239,7 @@ class TrainingState:
             elif gradient is not None:
                 param.grad = gradient.to(param.device)
         self._mark_used(rest["pending"])
-        for name, other in self._others.items():
+        for name, other in self.stateful.items():
             _load(other, _with_tensors(other, rest["others"][name]))
 
     def _mark_used(self, pending: Sequence[bool]) -> None:
@@ -258,7 +249,7 @@ class TrainingState:
         """Returns the SHA-256 digest of the `state_dict`s of all objects as 64 hexadecimal digits."""
         values = self._module.state_dict(keep_vars=True).items()
         module = {name: tensor for name, tensor in values if isinstance(tensor, torch.Tensor)}
-        others = {name: other.state_dict() for name, other in self._others.items()}
+        others = {name: other.state_dict() for name, other in self.stateful.items()}
         return digest_of_state({"module": module, "others": others})
 
     @property
@@ -287,20 +278,14 @@ class TrainingState:
 
     def _tensors(self) -> list[torch.Tensor]:
         """Returns the tensors that change during training, in the same order on every worker."""
-        states = [other.state for other in self._others.values() if isinstance(other, torch.optim.Optimizer)]
-        kept = [
+        kept: list[list[Any]] = [
             [param.detach() for param in self._module.parameters()],
             [buffer for buffer in self._module.buffers() if self._is_replicated and not buffer.is_floating_point()],
-            [[state.get(param, {}) for group in _groups(state, self._others) for param in group] for state in states],
         ]
+        for optimizer in self.optimizers.values():
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            kept.append([optimizer.state.get(param, {}) for param in params])
         return [leaf for leaf in _leaves(kept) if isinstance(leaf, torch.Tensor)]
-
-
-def _groups(state: Mapping[Any, Any], others: Mapping[str, Stateful]) -> Iterator[Sequence[Any]]:
-    """Yields the parameter groups of the optimizer with this `state`."""
-    for other in others.values():
-        if isinstance(other, torch.optim.Optimizer) and other.state is state:
-            yield from (group["params"] for group in other.param_groups)
 
 
 def _load(stateful: Stateful, state: Any) -> None:

@@ -8,7 +8,7 @@ numbers. In this tree, the shards of each rank form a node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,11 +185,10 @@ class ShardedReplica:
     @torch.no_grad()
     def _reduce(self, forwards: Sequence[_Forward]) -> None:
         rank, size = self._group.rank(), self._group.size()
-        firsts = [position * self._local for position in map(_reversing(size), range(size))]
-        shard_of = _reversing(self._local)
+        firsts = [_reversed_bits(number, size) * self._local for number in range(size)]
 
         def value_of(leaf: int) -> Values:
-            return self._values(forwards, shard_of(leaf - firsts[rank]))
+            return self._values(forwards, _reversed_bits(leaf - firsts[rank], self._local))
 
         nodes = [[Node(first, first + self._local)] for first in firsts]
         node = nodes[rank][0]
@@ -230,11 +229,7 @@ class ShardedReplica:
         return [found, *map(gradient_or_zeros, params, gradients), *changes]
 
 
-def _reversing(count: int) -> Callable[[int], int]:
-    """Returns a function that reverses the bit order of numbers below `count`, a power of two."""
+def _reversed_bits(number: int, count: int) -> int:
+    """Reverses the bit order of a number below `count`, a power of two."""
     bits = count.bit_length() - 1
-
-    def reverse(number: int) -> int:
-        return int(f"{number:0{bits}b}"[::-1], 2) if bits else 0
-
-    return reverse
+    return int(f"{number:0{bits}b}"[::-1], 2) if bits else 0

@@ -42,36 +42,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from paceline.train.elastic.coordinator import handover
+from paceline.train.elastic.coordinator import membership_rules as rules
 from paceline.train.elastic.coordinator.elastic_job import ConnectionFailure, CoordinatorPolicy, ElasticJob
 from paceline.train.elastic.coordinator.election import merge_reports
-from paceline.train.elastic.coordinator.handover import (
-    CoordinatorHandover,
-    choose_successor,
-    deadline_s,
-    may_hand_over,
-    replication_orders,
-    resume,
-    succession,
-    tell_others,
-    tell_successor,
-)
-from paceline.train.elastic.coordinator.membership_rules import (
-    begin_machines,
-    change_membership,
-    fence,
-    finish_job,
-    force_view,
-    give_first_view,
-    has_closed,
-    lacks_quorum,
-    mark_caught_up,
-    offer_transfer,
-    refuse_worker,
-    resend_offers,
-    reset_transfer,
-    start_transfers,
-    why_forced,
-)
+from paceline.train.elastic.coordinator.handover import CoordinatorHandover
 from paceline.train.elastic.coordinator.views import Views
 from paceline.train.elastic.coordinator.worker_registry import MachineRecord, WorkerPhase, WorkerRecord, WorkerRegistry
 from paceline.train.elastic.protocol import (
@@ -153,8 +128,8 @@ class Coordinator:
         changed, and `stores` the store for the members' rendezvous while that machine's launcher is the coordinator.
         """
         known = merge_reports(reports)
-        resume(self._job, known, now_s)
-        self._job.say(succession(known, int(self._home or 0)))
+        handover.resume(self._job, known, now_s)
+        self._job.say(handover.succession(known, int(self._home or 0)))
         self._is_resuming = True
         for report in reports:
             self.machine_returned(report, now_s, addresses.get(report.number, ""), stores.get(report.number, ""))
@@ -227,7 +202,7 @@ class Coordinator:
             if worker.machine is found and worker.lives and worker.uid not in found.listed:
                 worker.ended, worker.was_drained = "while its machine was out of reach", False
         found.listed = None
-        begin_machines(self._job)
+        rules.begin_machines(self._job)
         return self._settle(now_s)
 
     def machine_lost(self, machine: str, why: str, now_s: float, silent_s: float = 0.0) -> CoordinatorOrders:
@@ -240,7 +215,7 @@ class Coordinator:
             return []
         found.is_reachable, found.lost_s = False, now_s - silent_s
         self._job.say(f"{found.host} cannot be reached: {why}")
-        begin_machines(self._job)
+        rules.begin_machines(self._job)
         return self._settle(now_s)
 
     def machine_leaves(self, machine: str, now_s: float) -> CoordinatorOrders:
@@ -262,7 +237,7 @@ class Coordinator:
             if worker.machine is found and worker.lives:
                 worker.ended, worker.was_drained = f"its machine left: {why}", False
         self._job.say(f"{found.host} left: {why}")
-        begin_machines(self._job)
+        rules.begin_machines(self._job)
         return self._settle(now_s)
 
     def slots_changed(self, machine: str, slots: int, now_s: float) -> CoordinatorOrders:
@@ -271,7 +246,7 @@ class Coordinator:
         if found is None:
             return []
         found.slots = slots
-        begin_machines(self._job)
+        rules.begin_machines(self._job)
         return self._settle(now_s)
 
     def worker_started(
@@ -346,38 +321,38 @@ class Coordinator:
         while job.over is None:
             job.due_s, job.lacks_quorum = [], False
             if retirement is not None:
-                choose_successor(job, retirement, now_s)
+                handover.choose_successor(job, retirement, now_s)
             if not self._step(job, now_s):
                 break
         job.release()
-        fence(job)
-        if retirement is not None and may_hand_over(job, retirement, now_s):
-            tell_successor(job, retirement, now_s)
-            job.due_s = [deadline_s(retirement)]
+        rules.fence(job)
+        if retirement is not None and handover.may_hand_over(job, retirement, now_s):
+            handover.tell_successor(job, retirement, now_s)
+            job.due_s = [handover.deadline_s(retirement)]
         self._lacks_quorum_s = (self._lacks_quorum_s or now_s) if job.lacks_quorum else None
         self.resigns_s = None if self._lacks_quorum_s is None else self._lacks_quorum_s + RESIGN_S
         self.deadline_s = min(job.due_s, default=None) if job.over is None else None
         orders, job.orders = job.orders, []
-        return orders if self._home is None else [*replication_orders(job, int(self._home)), *orders]
+        return orders if self._home is None else [*handover.replication_orders(job, int(self._home)), *orders]
 
     def _step(self, job: ElasticJob, now_s: float) -> bool:
         """Applies the first rule that has an effect; returns True if the rules must be applied again."""
-        finish_job(job, now_s)
+        rules.finish_job(job, now_s)
         if job.over is not None:
             return False
         if job.views.latest is None:
-            return give_first_view(job, now_s)
-        if has_closed(job):
+            return rules.give_first_view(job, now_s)
+        if rules.has_closed(job):
             return False
-        if (why := why_forced(job, now_s)) is not None:
-            return force_view(job, why, now_s)
-        if lacks_quorum(job, now_s):
+        if (why := rules.why_forced(job, now_s)) is not None:
+            return rules.force_view(job, why, now_s)
+        if rules.lacks_quorum(job, now_s):
             return False
         job.held = None
         if job.ending_s is not None:
             return False
-        start_transfers(job)
-        return change_membership(job, now_s)
+        rules.start_transfers(job)
+        return rules.change_membership(job, now_s)
 
     def _resign(self, reason: str, now_s: float) -> CoordinatorOrders:
         """Stops coordinating, because another coordinator has taken over in the meantime."""
@@ -394,10 +369,10 @@ class Coordinator:
     def _give_way(self, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders:
         """Hands over to the successor. The machines report all later events to the successor, which handles them."""
         self._job.orders = []
-        orders = tell_others(self._job, retirement, now_s)
+        orders = handover.tell_others(self._job, retirement, now_s)
         self._lacks_quorum_s = self.resigns_s = None
-        self.deadline_s = None if retirement.is_over else deadline_s(retirement)
-        return [] if orders is None else [*replication_orders(self._job, int(retirement.home.name)), *orders]
+        self.deadline_s = None if retirement.is_over else handover.deadline_s(retirement)
+        return [] if orders is None else [*handover.replication_orders(self._job, int(retirement.home.name)), *orders]
 
 
 def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, now_s: float) -> None:
@@ -406,9 +381,9 @@ def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, n
         case WorkerReady():
             _handle_join_request(job, worker, message, now_s)
         case TransferReady():
-            offer_transfer(job, worker, message)
+            rules.offer_transfer(job, worker, message)
         case CaughtUp():
-            mark_caught_up(job, worker, now_s)
+            rules.mark_caught_up(job, worker, now_s)
         case ViewInstalled():
             job.breaks.committed(message.round)
             job.views.entered(worker, message.generation)
@@ -433,17 +408,17 @@ def _handle_join_request(job: ElasticJob, worker: WorkerRecord, message: WorkerR
     """Handles a request to join. A member that sends such a request no longer holds the state."""
     if worker.phase is WorkerPhase.MEMBER and worker.has_state:
         worker.loses_state()
-    reset_transfer(job, worker, message)
+    rules.reset_transfer(job, worker, message)
     if worker.phase is not WorkerPhase.OUTSIDE:
         return
     worker.fingerprint = message.fingerprint
     if job.dismiss_needless(worker):
         return
     if job.fingerprint is not None and job.fingerprint != message.fingerprint:
-        refuse_worker(job, worker, job.fingerprint)
+        rules.refuse_worker(job, worker, job.fingerprint)
     else:
         worker.phase, worker.ready_s = WorkerPhase.READY, now_s
-        resend_offers(job, worker)
+        rules.resend_offers(job, worker)
 
 
 def _broke(job: ElasticJob, worker: WorkerRecord, message: ViewFailed, now_s: float) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
 from paceline.train.diloco.diloco import DiLoCo
-from paceline.train.diloco.exchanges import ExchangeResult, OuterAverager, Tensors
+from paceline.train.diloco.exchanges import ExchangeResult, Exchanges, OuterAverager, Tensors
 from paceline.train.elastic.agreement import LOST_MEMBER_ERRORS
 from paceline.train.elastic.failpoints import failpoint
 from paceline.train.elastic.launcher_connection import LauncherConnection, same_bits_as
@@ -58,31 +58,27 @@ class _RunningSums:
     works: list[Work]
 
 
-class DilocoRounds:
+class DilocoRounds(Exchanges):
     """Runs the exchanges of `diloco` as rounds.
 
     `on_round` is called before each round in which new workers may join. It may enter another view.
     """
 
     def __init__(self, rounds: Rounds, diloco: DiLoCo, on_round: Callable[[], None]) -> None:
+        super().__init__()
         self._rounds, self._diloco = rounds, diloco
         self._on_round = on_round
         self._averaging = OuterAverager(diloco.wire)
-        self._offers: dict[int, Tensors] = {}
         self._running: dict[int, _RunningSums] = {}
 
     def start(self, number: int) -> None:
         """Discards exchanges in progress."""
-        self._offers.clear()
+        super().start(number)
         self._running.clear()
-
-    def decided(self) -> int:
-        """Returns 0, because the members never complete an exchange without this worker."""
-        return 0
 
     def begin(self, number: int, offer: Tensors) -> None:
         """Stores the offer and starts to sum it over the members."""
-        self._offers[number] = offer
+        super().begin(number, offer)
         group = self._rounds.group
         if group is None:
             return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,28 +30,10 @@ from paceline.train.shared_model.shared_model_optimizer import SharedModelOptimi
 from paceline.train.shared_model.shared_parameters import is_shared
 
 
-class TrainingLoop(Protocol):
-    """The operations that differ between the training loops."""
-
-    can_catch_up: bool  # whether a joining worker can catch up while the others train
-
-    def registry(self, others: dict[str, Stateful]) -> TrainingState:
-        """Returns the state of the module and of `others`."""
-        ...
-
-    def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
-        """Returns the rounds that will sum the loop's gradients; `on_batch` is called before each batch."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Returns a string that must be equal on all workers that train together."""
-        ...
-
-
 class LogicalShardsLoop:
     """The loop with logical shards, whose results are bitwise equal for any set of workers."""
 
-    can_catch_up = True
+    can_catch_up = True  # whether a joining worker can catch up while the others train
 
     def __init__(self, shards: LogicalShards) -> None:
         self._shards = shards
@@ -60,7 +43,7 @@ class LogicalShardsLoop:
         return TrainingState(self._shards.module, others)
 
     def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
-        """Returns the rounds that will sum the shards' gradients."""
+        """Returns the rounds that will sum the shards' gradients; `on_batch` is called before each batch."""
         shards = self._shards
 
         def deal(mine: range) -> None:
@@ -305,7 +288,7 @@ class ElasticState:
         self._epoch = state["epoch"]
 
     def _join(self, connection: LauncherConnection) -> None:
-        failpoints.arm_by_environment(connection.name)
+        failpoints.arm(connection.name, os.environ.get(failpoints.VARIABLE, ""))
         rounds = self._rounds = self._loop.rounds(connection, self._registry, self._begin_batch)
         if threading.current_thread() is threading.main_thread():
             _leave_on_sigterm(connection, rounds)
@@ -320,7 +303,9 @@ class ElasticState:
             self._on_view(change)
 
 
-def _loop_of(model: LogicalShards | DistributedDataParallel | DiLoCo, others: Collection[Stateful]) -> TrainingLoop:
+def _loop_of(
+    model: LogicalShards | DistributedDataParallel | DiLoCo, others: Collection[Stateful]
+) -> LogicalShardsLoop | DdpLoop | DilocoLoop:
     if isinstance(model, DiLoCo):
         return DilocoLoop(model, others)
     return LogicalShardsLoop(model) if isinstance(model, LogicalShards) else DdpLoop(model, others)

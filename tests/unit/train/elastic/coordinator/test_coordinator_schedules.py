@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import FACTOR, examples
 
-from paceline.train.elastic.coordinator import coordinator, views
+from paceline.train.elastic.coordinator import membership_rules, views
 from paceline.train.elastic.coordinator.elastic_job import ElasticJob
 from paceline.train.elastic.coordinator.views import Views
 from paceline.train.elastic.protocol import FenceStalledOrder
@@ -107,7 +107,7 @@ def fences_whoever_is_stopped(job: ElasticJob) -> None:
 
 
 def without_sparing_the_last_holder(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(coordinator, "fence", fences_whoever_is_stopped)
+    patch.setattr(membership_rules, "fence", fences_whoever_is_stopped)
 
 
 MUTATIONS = {

@@ -15,11 +15,11 @@ from elastic_model.members import Violation
 from elastic_model.realm import FAULTS, Realm
 from sampling import FACTOR
 
-from paceline.train.elastic.coordinator import coordinator, handover
+from paceline.train.elastic.coordinator import handover
 from paceline.train.elastic.coordinator.coordinator import Coordinator
 from paceline.train.elastic.coordinator.elastic_job import ElasticJob
 from paceline.train.elastic.coordinator.election import GATHER_S, ConnectionLoss
-from paceline.train.elastic.coordinator.handover import CoordinatorHandover
+from paceline.train.elastic.coordinator.handover import CoordinatorHandover, choose_successor
 from paceline.train.elastic.coordinator.views import Views
 from paceline.train.elastic.protocol import CoordinatorOrders, MachineReport, ReplicatedJobState
 
@@ -131,11 +131,11 @@ def test_a_planned_handover_disturbs_nobody():
 
 
 def without_moving_the_store(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(coordinator, "choose_successor", keeps_the_store)
+    patch.setattr(handover, "choose_successor", keeps_the_store)
 
 
 def keeps_the_store(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
-    handover.choose_successor(job, retirement, now_s)
+    choose_successor(job, retirement, now_s)
     job.views.store, job.must_move = retirement.store, False
 
 
