@@ -170,8 +170,8 @@ class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
     has_begun: bool = False  # whether the member has begun the batch that contains round `round`
     voted: int = 0  # the digest of the result for which the member voted in round `round`, or 0
     committed: int = 0  # the digest of the previous round's result, or 0
-    has_followed: bool = False  # whether it has repeated the others' optimizer steps and lacks only the other state
-    parts: tuple[tuple[int, int], ...] = ()  # index and digest of each part of the state not compared in the catch-up
+    has_followed: bool = False  # whether it has repeated the others' optimizer steps and lacks only the remaining state
+    parts: tuple[tuple[int, int], ...] = ()  # the index and digest of each part that the catch-up did not compare
     is_sender: bool = False  # whether the member is the sender of a transfer
     guest_until: int = 0  # the round before which the member is a guest
 

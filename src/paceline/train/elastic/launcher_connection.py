@@ -183,7 +183,7 @@ class LauncherConnection:
 
 
 def same_bits_as(facts: Mapping[str, object]) -> str:
-    """Returns the fingerprint of a worker, given all facts on which its results depend by their name in messages.
+    """Returns the fingerprint of a worker, given the facts on which its results depend, by the names used in messages.
 
     Workers with equal fingerprints compute bitwise equal results.
     """

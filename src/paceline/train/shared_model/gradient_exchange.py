@@ -106,7 +106,8 @@ class GradientExchange:
     def agree(self, changed: str | None, has_inputs: bool, needs_averages: bool) -> bool:
         """Waits until all ranks have entered their step, so that no rank is still reading parameters.
 
-        Raises RuntimeError on every rank if any rank has `changed` the parameters in a way that is forbidden.
+        `changed` describes a forbidden change to the parameters on this rank. A change on any rank raises RuntimeError
+        on every rank.
 
         Returns:
             True if any rank's gradients are still to be averaged. In this case, the ranks have also exchanged

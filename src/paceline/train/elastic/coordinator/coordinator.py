@@ -124,8 +124,8 @@ class Coordinator:
         """Takes over a job from another coordinator, given the reports of the machines that follow this coordinator.
 
         The other coordinator's last messages are repeated to workers that may have missed them. Workers that the other
-        coordinator excluded from a view stay excluded. By machine, `addresses` holds the launchers' addresses that have
-        changed, and `stores` the store for the members' rendezvous while that machine's launcher is the coordinator.
+        coordinator excluded from a view stay excluded. `addresses` holds the launchers' addresses that have changed,
+        and `stores` the store for the members' rendezvous while a machine's launcher is the coordinator.
         """
         known = merge_reports(reports)
         handover.resume(self._job, known, now_s)

@@ -98,7 +98,7 @@ class CoordinatorSearch:
     timeout_s: float  # the time after which the launcher gives up the search
     chance: Callable[[], float]  # returns random numbers between 0 and 1
     is_seeking: bool = False
-    answers: dict[int, ContactResult] = field(default_factory=dict)  # of the latest attempt to follow each machine
+    answers: dict[int, ContactResult] = field(default_factory=dict)  # the result of the latest attempt, by machine
     _leader: int | None = None  # the lost coordinator, while it may become reachable again
     _loss: ConnectionLoss = ConnectionLoss.SILENT
     _since_s: float = 0.0

@@ -54,9 +54,10 @@ _TRIES, _MORE_TRIES = 4, 16
 
 @dataclass
 class AdmissionTest:
-    """Decides when a receiver can be admitted: when it has caught up, or has tried for so long that it never will.
+    """Decides when to admit a receiver: when it has caught up, or after so many results that it is not expected to.
 
-    It never will if its loop is no faster than the members'. Then the members wait while it replays the missing rounds.
+    A receiver whose loop is no faster than the members' never catches up. The members then wait while it replays the
+    missing rounds.
 
     >>> AdmissionTest().is_near(0), AdmissionTest().is_near(2)
     (True, False)

@@ -220,7 +220,7 @@ class StateSender:
         return bool(self._given)
 
     def begin_batch(self, agreed: int, round_number: int, committed: int, dealt: BatchAssignment) -> None:
-        """Waits for slow receivers, and starts the transfers that have reached all members: those up to `agreed`.
+        """Waits for slow receivers, and starts the transfers up to `agreed`, which all members have received.
 
         The next round is `round_number`, and `committed` is the digest of the previous round's result.
         """

@@ -105,7 +105,7 @@ class LogReader:
     def next(self, round_: int, generation: int, steps: int = 0) -> LogEntry | None:
         """Returns the next entry that a receiver needs in a round, or None if it has not been logged yet.
 
-        The receiver has `ViewEntered` up to `generation`, and the first `steps` optimizer steps of this round.
+        The receiver already has the views up to `generation`, and the first `steps` optimizer steps of this round.
         """
         self._read()
         for entry in self._entries:

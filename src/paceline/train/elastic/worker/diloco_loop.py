@@ -8,7 +8,7 @@ state and its sender's inner optimizer state at the beginning of a round, and pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,8 +163,8 @@ class DilocoLoop:
 
     can_catch_up = False
 
-    def __init__(self, diloco: DiLoCo, others: Collection[Stateful]) -> None:
-        if any(other is diloco.inner or other is diloco.outer for other in others):
+    def __init__(self, diloco: DiLoCo, others: Mapping[str, Stateful]) -> None:
+        if any(other is diloco.inner or other is diloco.outer for other in others.values()):
             raise ValueError(
                 "ElasticState got an optimizer of DiLoCo, whose state it already includes; pass only the other objects"
             )
@@ -174,14 +174,11 @@ class DilocoLoop:
                 "each exchange, and wait for those that are late; leave grace_s out"
             )
         self._diloco = diloco
+        self.registry = DilocoTrainingState(diloco, others)
 
-    def registry(self, others: dict[str, Stateful]) -> TrainingState:
-        """Returns the outer state and the state of `others`."""
-        return DilocoTrainingState(self._diloco, others)
-
-    def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
+    def rounds(self, connection: LauncherConnection, on_batch: Callable[[], None]) -> Rounds:
         """Returns the rounds that will average the outer gradients."""
-        rounds = Rounds(1, connection, registry, lambda _: None)
+        rounds = Rounds(1, connection, self.registry, lambda _: None)
         self._diloco.exchange_by(DilocoRounds(rounds, self._diloco, on_batch))
         return rounds
 

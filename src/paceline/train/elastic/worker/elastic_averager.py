@@ -140,17 +140,15 @@ def _zeros(like: Sequence[torch.Tensor], *, is_pinned: bool) -> Flat:
 class ElasticAverager:
     """Averages the gradients of `model` over the members of each view, and divides the batches of `loader` among them.
 
-    `on_batch` is called before each batch.
+    Before `average_by`, this process is the only member.
     """
 
-    def __init__(
-        self, model: DistributedDataParallel, loader: StatefulLoader[object], on_batch: Callable[[], None]
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, loader: StatefulLoader[object]) -> None:
         self._model = model
         self._loader = loader
-        self._on_batch = on_batch
         self._rounds: Rounds | None = None
         self._name = ""
+        self._on_batch: Callable[[], None] | None = None
         self._params, self._buffers_of = model.average_by(self)
         loader.use_batch_assigner(self)
         # - The current batch
@@ -161,15 +159,16 @@ class ElasticAverager:
         self._weight = 1.0
         self._before: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None  # saved gradients and buffers
 
-    def average_by(self, rounds: Rounds, name: str) -> None:
-        """Starts averaging over the members of each view, in `rounds`; `name` is this worker's name."""
-        self._rounds, self._name = rounds, name
+    def average_by(self, rounds: Rounds, name: str, on_batch: Callable[[], None]) -> None:
+        """Starts averaging in `rounds` under this worker's name; `on_batch` is called before each batch."""
+        self._rounds, self._name, self._on_batch = rounds, name, on_batch
 
     # - Called by the loader
 
     def begin_batch(self) -> RankSlot:
         """Returns this rank's slot in the next batch."""
-        self._on_batch()
+        if self._on_batch is not None:
+            self._on_batch()
         self._rounds_of_batch = 0
         self._seat = RankSlot(1, 0)
         if self._rounds is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -35,21 +35,18 @@ class LogicalShardsLoop:
 
     can_catch_up = True  # whether a joining worker can catch up while the others train
 
-    def __init__(self, shards: LogicalShards) -> None:
+    def __init__(self, shards: LogicalShards, others: Mapping[str, Stateful]) -> None:
         self._shards = shards
+        self.registry = TrainingState(shards.module, others)
 
-    def registry(self, others: dict[str, Stateful]) -> TrainingState:
-        """Returns the state of the module and of `others`."""
-        return TrainingState(self._shards.module, others)
-
-    def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
+    def rounds(self, connection: LauncherConnection, on_batch: Callable[[], None]) -> Rounds:
         """Returns the rounds that will sum the shards' gradients; `on_batch` is called before each batch."""
         shards = self._shards
 
         def deal(mine: range) -> None:
             shards.mine = mine
 
-        rounds = Rounds(shards.count, connection, registry, deal)
+        rounds = Rounds(shards.count, connection, self.registry, deal)
         shards.sum_by(rounds, on_batch)
         return rounds
 
@@ -69,8 +66,8 @@ class LogicalShardsLoop:
 class DdpLoop:
     """The loop with a `DistributedDataParallel` and a `StatefulLoader`."""
 
-    def __init__(self, model: DistributedDataParallel, others: Collection[Stateful]) -> None:
-        loaders = [other for other in others if isinstance(other, StatefulLoader)]
+    def __init__(self, model: DistributedDataParallel, others: Mapping[str, Stateful]) -> None:
+        loaders = [other for other in others.values() if isinstance(other, StatefulLoader)]
         if len(loaders) != 1:
             raise ValueError(
                 f"ElasticState got a DistributedDataParallel and {len(loaders)} StatefulLoaders; pass the one whose "
@@ -78,22 +75,15 @@ class DdpLoop:
                 "batches"
             )
         (self._loader,) = loaders
-        self.can_catch_up = False
         self._model = model
-        self._on_batch: Callable[[], None] | None = None
-        self._averaging = ElasticAverager(model, self._loader, self._begin_batch)
+        self._averaging = ElasticAverager(model, self._loader)
+        self.registry = TrainingState(model.module, others, is_replicated=False)
+        self.can_catch_up = bool(self.registry.optimizers)
 
-    def registry(self, others: dict[str, Stateful]) -> TrainingState:
-        """Returns the state of the module and of `others`."""
-        registry = TrainingState(self._model.module, others, is_replicated=False)
-        self.can_catch_up = bool(registry.optimizers)
-        return registry
-
-    def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
+    def rounds(self, connection: LauncherConnection, on_batch: Callable[[], None]) -> Rounds:
         """Returns the rounds that will average the module's gradients."""
-        rounds = Rounds(1, connection, registry, lambda _: None, OptimizerStepHooks(registry.optimizers))
-        self._on_batch = on_batch
-        self._averaging.average_by(rounds, connection.name)
+        rounds = Rounds(1, connection, self.registry, lambda _: None, OptimizerStepHooks(self.registry.optimizers))
+        self._averaging.average_by(rounds, connection.name, on_batch)
         return rounds
 
     def fingerprint(self) -> str:
@@ -109,10 +99,6 @@ class DdpLoop:
             "the loader's remainder": loader.remainder,
         }
         return same_bits_as(facts | described_tensors(self._model.module))
-
-    def _begin_batch(self) -> None:
-        if self._on_batch is not None:
-            self._on_batch()
 
 
 _PENDING = "pending gradients"  # not an identifier, and thus never a keyword of `ElasticState`
@@ -195,11 +181,11 @@ class ElasticState:
         _require_own_parameters(model.module, others)
         GRADIENT_USE.follow()
         self._model = model
-        self._loop = _loop_of(model, others.values())
+        self._loop = _loop_of(model, {**others, "epoch": self})
         self._on_view = on_view
         self._replays = replays
         self._epoch = 0
-        self._registry = self._loop.registry({**others, "epoch": self})
+        self._registry = self._loop.registry
         self._rounds: Rounds | None = None
 
     @property
@@ -289,7 +275,7 @@ class ElasticState:
 
     def _join(self, connection: LauncherConnection) -> None:
         failpoints.arm(connection.name, os.environ.get(failpoints.VARIABLE, ""))
-        rounds = self._rounds = self._loop.rounds(connection, self._registry, self._begin_batch)
+        rounds = self._rounds = self._loop.rounds(connection, self._begin_batch)
         if threading.current_thread() is threading.main_thread():
             _leave_on_sigterm(connection, rounds)
         rounds.join(self._loop.fingerprint(), replays=self._replays and self._loop.can_catch_up)
@@ -304,11 +290,11 @@ class ElasticState:
 
 
 def _loop_of(
-    model: LogicalShards | DistributedDataParallel | DiLoCo, others: Collection[Stateful]
+    model: LogicalShards | DistributedDataParallel | DiLoCo, others: Mapping[str, Stateful]
 ) -> LogicalShardsLoop | DdpLoop | DilocoLoop:
     if isinstance(model, DiLoCo):
         return DilocoLoop(model, others)
-    return LogicalShardsLoop(model) if isinstance(model, LogicalShards) else DdpLoop(model, others)
+    return LogicalShardsLoop(model, others) if isinstance(model, LogicalShards) else DdpLoop(model, others)
 
 
 def _require_own_parameters(module: nn.Module, others: Mapping[str, Stateful]) -> None:

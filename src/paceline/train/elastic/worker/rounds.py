@@ -183,12 +183,8 @@ class Rounds:
         return self._agreed_on(group, sum_over_ranks(progress.mine.held, deal, progress.shards, group), audit)
 
     def _agreed_on(self, group: ProcessGroup, result: Values, audit: Audit | None) -> Values:
+        """Votes on a result, and returns it if all members have the same result and state."""
         failpoint("round.summed")
-        self._vote(group, result, audit)
-        failpoint("round.voted")
-        return result
-
-    def _vote(self, group: ProcessGroup, result: Values, audit: Audit | None) -> None:
         progress, membership = self._progress, self._membership
         progress.voted, progress.digest = result, digest_of(result)
         mine = Ballot(
@@ -206,6 +202,8 @@ class Rounds:
                 counts = progress.shard_assignment.counts
                 taken = ", ".join(f"{time_ns / 1e6:.1f}" for time_ns in shard_ns)
                 sys.stderr.write(f"paceline: the numbers of shards are now {counts}, because one takes {taken} ms\n")
+        failpoint("round.voted")
+        return result
 
     def _tell_deal(self) -> None:
         """Announces this worker's shards in later rounds, which may differ from those of the current round."""

@@ -73,7 +73,7 @@ class WorkerMembership:
         self.sender = StateSender(connection, registry, steps)
         self.view = View(0, (), is_planned=False)  # the latest one entered, or received by a worker without state
         self.group: ProcessGroup | None = None  # of the current view
-        self.agreed: Agreement = NOTHING_AGREED  # by the members of the current view
+        self.agreed: Agreement = NOTHING_AGREED  # between the members of the current view
         self.catching_up: LoopCatchUp | None = None  # the replay of rounds that others have committed
         self.is_leaving = False  # whether the worker was asked to exit
 
