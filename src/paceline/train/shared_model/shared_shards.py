@@ -122,13 +122,12 @@ class SharedShards(Shards):
         for trained in (True, False):  # separate division keeps states and gradients balanced
             for dtype in dict.fromkeys(param.dtype for param in params):
                 chosen = [i for i, p in enumerate(params) if p.requires_grad == trained and p.dtype == dtype]
+                item = dtype.itemsize
                 for runs in self._divide([params[i].numel() for i in chosen], dtype):
-                    placed = [[run._replace(param=chosen[run.param]) for run in owned] for owned in runs]
-                    for owner, owned in enumerate(placed):
+                    for owner, owned in enumerate(runs):
                         for run in owned:
-                            item = dtype.itemsize
-                            parts[run.param].append(OwnedBytes(run.start * item, run.stop * item, owner))
-                    placed = [[run._replace(param=first + run.param) for run in owned] for owned in placed]
+                            parts[chosen[run.param]].append(OwnedBytes(run.start * item, run.stop * item, owner))
+                    placed = [[run._replace(param=first + chosen[run.param]) for run in owned] for owned in runs]
                     self.rounds.append(SumRound(dtype, placed))
         for param, its_parts in zip(params, parts, strict=True):
             self.by_param.append([self._shard(param, part) for part in its_parts or [OwnedBytes(0, 0, 0)]])

@@ -111,7 +111,7 @@ class RemoteLog:
         self._generation = 0  # the last view that, according to the log, the members have entered
         self._pursuit = AdmissionTest()
         self.is_near = False
-        self._next: tuple[RoundResult | ViewEntered, Values] | None = None
+        self._next: tuple[LogItem, Values] | None = None
         self._steps = 0  # the optimizer steps since the previous round
 
     def follow(self, round_number: int) -> tuple[LogItem, Values]:
@@ -129,12 +129,10 @@ class RemoteLog:
     def next(self, round_number: int) -> RoundResult | ViewEntered:
         """Returns the members' next result or view, given the receiver's next round, without removing a result."""
         if self._next is None:
-            item, values = self._get(round_number)
-            assert not isinstance(item, OptimizerStep), "the loop of logical shards has no such items"
-            self._next = item, values
+            self._next = self.follow(round_number)
         item = self._next[0]
+        assert not isinstance(item, OptimizerStep), "the loop of logical shards has no such items"
         if isinstance(item, ViewEntered):
-            self._generation = item.generation
             self._next = None
         return item
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ class OptimizerStepHooks:
         self._again: tuple[OptimizerStep, Values] | None = None
         self._notes: dict[int, _GradientNote] = {}  # by the parameter's id
         for name, optimizer in optimizers.items():
-            optimizer.register_step_pre_hook(self._hook(name))
+            optimizer.register_step_pre_hook(partial(self._before_step, name))
 
     def again(self, item: OptimizerStep, values: Values) -> None:
         """Repeats a member's step; raises StateDivergedError if this worker's optimizer is different or fails."""
@@ -166,16 +167,15 @@ class OptimizerStepHooks:
         note = self._notes.get(id(param))
         return note is not None and note.round == self.at[0] and note.is_of(param.grad)
 
-    def _hook(self, name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
-        def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._again is not None:
-                _take_over(optimizer, *self._again)
-            elif self.on_step is not None:
-                closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first argument is the optimizer
-                self.on_step(*_describe(name, optimizer, self.at, closure))
-                self.note(_params(optimizer))
-
-        return before_step
+    def _before_step(
+        self, name: str, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._again is not None:
+            _take_over(optimizer, *self._again)
+        elif self.on_step is not None:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first argument is the optimizer
+            self.on_step(*_describe(name, optimizer, self.at, closure))
+            self.note(_params(optimizer))
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
 from paceline.train.diloco.diloco import DiLoCo
@@ -107,12 +108,12 @@ class DilocoRounds(Exchanges):
     def most(self, number: int) -> int:
         """Runs a round that returns the maximum of `number` over all members."""
 
-        def largest(group: ProcessGroup) -> Tensors:
-            numbers = torch.zeros(group.size(), dtype=torch.int64, device="cpu")
-            group.all_gather(list(numbers.split(1)), torch.tensor([number], device="cpu"))
-            return [numbers.max().reshape(1)]
+        def most(group: ProcessGroup) -> Tensors:
+            largest = torch.tensor([number], device="cpu")
+            group.all_reduce(largest, ReduceOp.MAX)
+            return [largest]
 
-        return int(self._rounds.agree_on(largest)[0])
+        return int(self._rounds.agree_on(most)[0])
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
         """Runs a round that copies the first member's tensors to all members."""
