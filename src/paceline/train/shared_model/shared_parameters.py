@@ -26,7 +26,7 @@ from paceline.train.zero.shards import ALIGNMENT_BYTES, flat, is_dense
 
 
 class TornGuard:
-    """A hook on a module's forward pass and `state_dict` that raises an error while parameters are only partly updated.
+    """A module hook that raises an error while the module's parameters are only partly updated.
 
     `reason` is the error message, or None if parameters may be used. A copy of the module does not share parameters, so
     it gets a new guard without a reason.
@@ -42,6 +42,11 @@ class TornGuard:
 
     def __reduce__(self) -> tuple[type[TornGuard], tuple[()]]:
         return TornGuard, ()
+
+    def watch(self, module: nn.Module) -> None:
+        """Registers this guard as a hook on the module's forward pass and `state_dict`."""
+        module.register_forward_pre_hook(self)
+        module.register_state_dict_pre_hook(self)
 
 
 _version = attrgetter("_version")
@@ -72,8 +77,7 @@ class SharedParameters:
         self._shared: list[torch.Tensor] = []  # the parameters' data while not within `private`
         self._is_private = False
         self._torn = TornGuard()
-        module.register_forward_pre_hook(self._torn)
-        module.register_state_dict_pre_hook(self._torn)
+        self._torn.watch(module)
         self.accept()
 
     def add(self, named: Mapping[str, torch.Tensor]) -> None:
