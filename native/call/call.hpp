@@ -88,7 +88,7 @@ struct FailureCause {
     static constexpr std::uint32_t kHung = std::uint32_t{1} << 30;
 };
 
-// The values are those of paceline.comm.engine.failures.OutcomeCode, where 6 means an error from another library.
+// The values are those of paceline.comm.engine.channel.OutcomeCode, where 6 means an error from another library.
 // schedule_unfit: the schedule uses blocks that the call does not have. Nothing was started; the group remains usable.
 // starved: the rank in `missing` ran out of descriptors or memory when it mapped another rank's tensor.
 // too_many_offers: kMaxOffers messages are already waiting for receives on the rank in `missing`. The message was not

@@ -200,6 +200,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     observe_traffic(call.metrics);
     header_ = {++sequence_, count_in_header(call), call.root, call.operation, call.dtype, call.reduce_op, 0, 0,
                0,           schedule_->algorithm,  {}};
+    recent_headers_[sequence_ % recent_headers_.size()] = header_;
 
     const auto spin = background ? kBackgroundSpin : kMaxSpin;
     auto idle_since = started_;

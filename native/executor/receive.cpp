@@ -25,7 +25,11 @@ bool Executor::check_header(FlowState& state, std::uint32_t step) {
     Outcome outcome;
     outcome.code = OutcomeCode::mismatch;
     outcome.calls.resize(static_cast<std::size_t>(lanes_.size()));
-    outcome.calls[static_cast<std::size_t>(lanes_.rank())] = header_;
+    // If both ranks were roots of a broadcast, each has completed this call, and receives the other rank's message only
+    // in a later call. The message therefore belongs to the call with its number, not to the current one.
+    const CallHeader& same = recent_headers_[theirs.call.sequence % recent_headers_.size()];
+    const bool differed = same.sequence == theirs.call.sequence && !same.matches(theirs.call);
+    outcome.calls[static_cast<std::size_t>(lanes_.rank())] = differed ? same : header_;
     outcome.calls[static_cast<std::size_t>(state.flow->peer)] = theirs.call;
     if (theirs.call.matches(header_)) {
         outcome.split_from = state.flow->peer;

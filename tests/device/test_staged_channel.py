@@ -28,8 +28,8 @@ from world import Ranks
 
 import paceline as dist
 from paceline.comm.engine.adapters.group_recorder import GroupRecorder
-from paceline.comm.engine.channel import DTYPE_CODES, CollectiveCall, DevicePieces, ReduceOp
-from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
+from paceline.comm.engine.channel import DTYPE_CODES, CallFailure, CollectiveCall, DevicePieces, OutcomeCode, ReduceOp
+from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.staged import channel
 from paceline.comm.record.layout import EventKind
 from paceline.comm.schedule.steps import Operation

@@ -22,7 +22,7 @@ from world import RankFailed, Ranks
 import paceline as dist
 from paceline.comm.engine.adapters.device_streams import AcceleratorStream
 from paceline.comm.engine.api import BackendChoice
-from paceline.comm.engine.failures import CallFailure, OutcomeCode
+from paceline.comm.engine.channel import CallFailure, OutcomeCode
 from paceline.comm.group.buffers import Buffers
 from paceline.comm.group.collectives.object_codec import decode, encode
 from paceline.comm.group.init import make_current

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paceline as dist
-from paceline.comm.engine.failures import OutcomeCode
+from paceline.comm.engine.channel import OutcomeCode
 
 _TIMEOUT = timedelta(seconds=0.7)
 

@@ -218,6 +218,25 @@ void a_mismatch_fails_the_next_call_of_a_rank_that_was_done() {
     });
 }
 
+// Each of the two roots completes the broadcast, and receives the other root's message in the next call.
+void two_roots_of_a_broadcast_are_both_named() {
+    with_ranks(2, 1, Over::sockets, [](Rank at) {
+        CHECK(sum(at, 10).code == OutcomeCode::ok);
+        std::vector<float> values(10);
+        Call call = broadcast(at, values);
+        call.root = at.rank;
+        const Flat flat{kSend, 0, 1 - at.rank, 1, 0, 0, 1, 0, 1};
+        call.schedule = Schedule::make(2, 1, at.rank, 2, flat);
+        CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::ok);
+        const Outcome outcome = sum(at, 10);
+        CHECK(outcome.code == OutcomeCode::mismatch && outcome.calls.size() == 2);
+        for (const int rank : {0, 1}) {
+            const CallHeader& header = outcome.calls[static_cast<std::size_t>(rank)];
+            CHECK(header.sequence == 2 && header.operation == Operation::broadcast && header.root == rank);
+        }
+    });
+}
+
 void a_missing_rank_is_named_with_its_latest_call() {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;
@@ -453,6 +472,7 @@ void all() {
     a_schedule_that_does_not_fit_its_call_is_refused();
     a_mismatch_reaches_every_rank();
     a_mismatch_fails_the_next_call_of_a_rank_that_was_done();
+    two_roots_of_a_broadcast_are_both_named();
     a_missing_rank_is_named_with_its_latest_call();
     a_rank_that_did_its_part_is_not_among_the_missing();
     for (const Over over : kinds()) a_rank_that_stops_in_a_call_is_found_through_the_others(over);

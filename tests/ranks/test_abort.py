@@ -15,7 +15,7 @@ import torch
 from launching import wait_until
 
 import paceline as dist
-from paceline.comm.engine.failures import OutcomeCode
+from paceline.comm.engine.channel import OutcomeCode
 
 LONG = timedelta(seconds=120)
 SOON_S = 40.0  # much shorter than the calls' timeout, much longer than an abort takes

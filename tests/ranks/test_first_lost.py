@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import paceline as dist
-from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity, to_error
+from paceline.comm.engine.channel import CallFailure, OutcomeCode
+from paceline.comm.engine.failures import RankIdentity, to_error
 
 _MESSENGER, _VICTIM = 0, 4
 

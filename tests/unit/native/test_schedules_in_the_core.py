@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from paceline import _core
-from paceline.comm.engine.channel import DTYPE_CODES, NO_REDUCTION, CollectiveCall, ReduceOp
-from paceline.comm.engine.failures import OutcomeCode, RankIdentity, to_error
+from paceline.comm.engine.channel import DTYPE_CODES, NO_REDUCTION, CollectiveCall, OutcomeCode, ReduceOp
+from paceline.comm.engine.failures import RankIdentity, to_error
 from paceline.comm.schedule.steps import Operation
 
 SEND, RECEIVE, REDUCE, COPY, PACK, UNPACK, ADD = range(7)

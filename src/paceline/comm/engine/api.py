@@ -6,7 +6,7 @@ An engine serves one type of device. It must
   (`channel.py` defines both), and close them;
 - enforce a deadline on every wait, and report the result of a call as an `OutcomeCode`: TIMED_OUT, PEER_LOST or
   MISMATCH if the engine can detect these, and REFUSED with the library's message in all other cases
-  (`failures.CallFailure`);
+  (`channel.CallFailure`);
 - run a group's calls in the order in which they are made, whether they are synchronous or not.
 
 An engine need not handle
@@ -33,8 +33,9 @@ from typing import NamedTuple, Protocol, cast
 
 import torch
 
+from paceline import _core
 from paceline.comm.engine.adapters.device_streams import current_accelerator
-from paceline.comm.engine.channel import EngineChannel, Messages
+from paceline.comm.engine.channel import EngineChannel, Messages, OutcomeCode
 from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.formation import Formation
 from paceline.comm.rendezvous.rendezvous import RendezvousResult
@@ -90,31 +91,38 @@ class EngineContext:
         return Formation(self.store, self.rank, self.world_size, what)
 
 
-class OpenGroup(Protocol):
-    """A group's connections. `channel` runs the collectives, and `messages` transfers messages between two ranks."""
+@dataclass(eq=False)
+class OpenGroup:
+    """A group's connections, until `close` is called.
 
-    @property
-    def channel(self) -> EngineChannel:
-        """The channel that runs the group's collectives."""
-        ...
+    Attributes:
+        channel: the channel that runs the group's collectives.
+        messages: the interface for messages to and from single ranks in the group.
+        parts: the connections below the channel, which the group also aborts and closes.
+    """
 
-    @property
-    def messages(self) -> Messages:
-        """The interface for messages to and from single ranks in the group."""
-        ...
+    channel: EngineChannel
+    messages: Messages
+    parts: Sequence[OpenGroup | _core.ScheduleGroup] = ()
 
-    def record_as(self, group: int, /) -> None:
-        """Records later calls and messages under the group's serial number; see `EngineChannel.record_as`."""
+    def record_as(self, group: int) -> None:
+        """Records later calls and messages under the group's serial number (`record.recorder.open_group`)."""
+        self.channel.record_as(group)
+        self.messages.record_messages_as(group)
 
     def abort(self) -> None:
         """Aborts calls and messages; see `EngineChannel.abort`."""
+        for part in (self.channel, *self.parts):
+            part.abort()
 
     def failure(self) -> int:
         """Returns the `OutcomeCode` for a failed call or message, or OK."""
-        ...
+        return next(filter(None, (part.failure() for part in (self.channel, *self.parts))), OutcomeCode.OK)
 
     def close(self) -> None:
         """Closes the channel and the messages; idempotent."""
+        for part in (self.channel, *self.parts):
+            part.close()
 
 
 class Engine(Protocol):

@@ -9,9 +9,9 @@ caller could catch it if the call ran on another thread; `failures.to_error` con
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -119,87 +119,88 @@ HeaderFields = tuple[int, int, int, int, int, int]
 """A call as described in failure reports: sequence number, operation, dtype, reduction, root, number of elements."""
 
 
-class CallOutcome(Protocol):
-    """The reason why a call failed. Ranks are group ranks; unknown lists are empty, and unknown numbers are -1."""
+class OutcomeCode(IntEnum):
+    """The result of a call; the values are the codes in native/call/call.hpp."""
 
-    @property
-    def code(self) -> int:
-        """The `OutcomeCode` of the call."""
+    OK = 0
+    MISMATCH = 1
+    TIMED_OUT = 2
+    PEER_LOST = 3
+    INTERRUPTED = 4
+    SCHEDULE_UNFIT = 5
+    REFUSED = 6  # the engine's library rejected the call
+    STARVED = 7
+    TOO_MANY_OFFERS = 8
+    ABORTED = 9  # a rank called `abort` on the group
 
-    @property
-    def missing(self) -> Sequence[int]:
-        """The ranks that did not make the call or, if `has_begun` is true, began but did not complete it."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the ranks in `missing` have begun the call."""
+@dataclass(frozen=True)
+class CallFailure:
+    """The reason why a call failed in an engine written in Python.
 
-    @property
-    def waiting(self) -> Sequence[int]:
-        """The ranks among `missing` that are waiting in other calls.
+    Ranks are group ranks unless stated otherwise; unknown lists are empty, and unknown numbers are -1.
 
-        They are waiting for ranks in `blocked_by`, for other missing ranks or, if there are neither, for each other.
-        """
+    Attributes:
+        said: the library's own message about the failure.
+        missing: the ranks that did not make the call or, if `has_begun` is true, began but did not complete it.
+        gone: the ranks that died or left.
+        left: the ranks among `gone` that left cleanly.
+        cause: the rank that caused the ranks in `gone` to leave, as an index into the engine's `members`. It left
+            cleanly (`cause_left`), delayed a call until the call timed out (`cause_hung`), or died.
+        reporter: the rank that first detected the failure and aborted the group on all ranks.
+        waited_ns: the time spent waiting in the call, in nanoseconds.
+        step: the index of the schedule's first step that does not fit the call (SCHEDULE_UNFIT only).
+        split_from, split_to: the sender and the receiver of a part of the wrong size.
+        split_sent, split_expected: the size in bytes of the part that was sent, and the size that was expected.
+        calls: each rank's latest call.
+        algorithms: the algorithm for each of `calls`: 1 plus the index in the registry, or 0 if the call has none.
+        seen: a statement about the ranks in `gone`, used if it is unknown whether they died or left.
+        waiting: the ranks among `missing` that are waiting in other calls, for ranks in `blocked_by`, for other missing
+            ranks or, if there are neither, for each other.
+        blocked_by: ranks outside the group that delayed a call until it timed out, as indices into the engine's
+            `members`.
+    """
 
-    @property
-    def blocked_by(self) -> Sequence[int]:
-        """Ranks outside the group that delayed a call until it timed out, as indices into the engine's `members`."""
+    code: OutcomeCode
+    said: str = ""
+    missing: Sequence[int] = ()
+    gone: Sequence[int] = ()
+    left: Sequence[int] = ()
+    cause: int = -1
+    cause_left: bool = False
+    reporter: int = -1
+    waited_ns: int = 0
+    step: int = -1
+    split_from: int = -1
+    split_to: int = -1
+    split_sent: int = -1
+    split_expected: int = -1
+    calls: Sequence[HeaderFields] = ()
+    algorithms: Sequence[int] = ()
+    seen: str = ""
+    has_begun: bool = False
+    waiting: Sequence[int] = ()
+    blocked_by: Sequence[int] = ()
+    cause_hung: bool = False
 
-    @property
-    def gone(self) -> Sequence[int]:
-        """The ranks that died or left."""
+    @staticmethod
+    def of(outcome: CallOutcome, **changes: Any) -> CallFailure:
+        """Returns a copy of an outcome with the given fields changed."""
+        if isinstance(outcome, CallFailure):
+            return replace(outcome, **changes)
+        shared = {
+            field.name: getattr(outcome, field.name) for field in fields(CallFailure) if hasattr(outcome, field.name)
+        }
+        return CallFailure(**shared | {"code": OutcomeCode(outcome.code)} | changes)
 
-    @property
-    def left(self) -> Sequence[int]:
-        """The ranks among `gone` that left cleanly; the other ranks in `gone` died."""
 
-    @property
-    def cause(self) -> int:
-        """The rank that caused the ranks in `gone` to leave, as an index into the engine's `members`, or -1."""
+CallOutcome: TypeAlias = CallFailure | _core.Outcome
+"""The reason why a call failed. The core's outcomes have the attributes of `CallFailure`, except `said` and `seen`."""
 
-    @property
-    def cause_left(self) -> bool:
-        """Whether `cause` left cleanly; otherwise it died or delayed a call."""
 
-    @property
-    def cause_hung(self) -> bool:
-        """Whether `cause` delayed a call until the call timed out; otherwise `cause` died or left."""
-
-    @property
-    def reporter(self) -> int:
-        """The rank that first detected the failure and aborted the group on all ranks."""
-
-    @property
-    def waited_ns(self) -> int:
-        """The time spent waiting in the call, in nanoseconds."""
-
-    @property
-    def step(self) -> int:
-        """The index of the schedule's first step that does not fit the call (SCHEDULE_UNFIT only)."""
-
-    @property
-    def split_from(self) -> int:
-        """The rank that sent a part of the wrong size."""
-
-    @property
-    def split_to(self) -> int:
-        """The rank that receives the part sent by rank `split_from`."""
-
-    @property
-    def split_sent(self) -> int:
-        """The size in bytes of the part sent by rank `split_from`."""
-
-    @property
-    def split_expected(self) -> int:
-        """The size in bytes that rank `split_to` expects for this part."""
-
-    @property
-    def calls(self) -> Sequence[HeaderFields]:
-        """Each rank's latest call."""
-
-    @property
-    def algorithms(self) -> Sequence[int]:
-        """The algorithm for each of `calls`: 1 plus the index in the registry, or 0 if the call has no algorithm."""
+def code_of(outcome: CallOutcome | None) -> int:
+    """Returns the outcome's code, or OK if the call succeeded."""
+    return OutcomeCode.OK if outcome is None else outcome.code
 
 
 class PendingCall(Protocol):

@@ -9,10 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
-from paceline.comm.engine.channel import NO_REDUCTION, CallOutcome, HeaderFields, ReduceOp, dtype_name
+from paceline.comm.engine.channel import (
+    NO_REDUCTION,
+    CallFailure,
+    CallOutcome,
+    HeaderFields,
+    OutcomeCode,
+    ReduceOp,
+    dtype_name,
+)
 from paceline.comm.schedule.algorithms import QUANTIZED, name_of
 from paceline.comm.schedule.steps import Operation
 from paceline.errors import (
@@ -201,53 +208,6 @@ def _advice(outcome: CallOutcome, to_blame: Sequence[object], me: object) -> str
         "Either it needs more time than the timeout allows (raise timeout=) or it took a different path through the "
         "program (check where it waits)"
     )
-
-
-class OutcomeCode(IntEnum):
-    """The result of a call; the values are the codes in native/call/call.hpp."""
-
-    OK = 0
-    MISMATCH = 1
-    TIMED_OUT = 2
-    PEER_LOST = 3
-    INTERRUPTED = 4
-    SCHEDULE_UNFIT = 5
-    REFUSED = 6  # the engine's library rejected the call
-    STARVED = 7
-    TOO_MANY_OFFERS = 8
-    ABORTED = 9  # a rank called `abort` on the group
-
-
-@dataclass(frozen=True)
-class CallFailure:
-    """The outcome of a failed call in an engine written in Python; see `channel.CallOutcome`.
-
-    Args:
-        said: the library's own message about the failure.
-        seen: a statement about the ranks in `gone`, used if it is unknown whether they died or left.
-    """
-
-    code: OutcomeCode
-    said: str = ""
-    missing: Sequence[int] = ()
-    gone: Sequence[int] = ()
-    left: Sequence[int] = ()
-    cause: int = -1
-    cause_left: bool = False
-    reporter: int = -1
-    waited_ns: int = 0
-    step: int = -1
-    split_from: int = -1
-    split_to: int = -1
-    split_sent: int = -1
-    split_expected: int = -1
-    calls: Sequence[HeaderFields] = ()
-    algorithms: Sequence[int] = ()
-    seen: str = ""
-    has_begun: bool = False
-    waiting: Sequence[int] = ()
-    blocked_by: Sequence[int] = ()
-    cause_hung: bool = False
 
 
 @dataclass(frozen=True)

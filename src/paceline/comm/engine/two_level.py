@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
@@ -18,14 +17,14 @@ from paceline.comm.engine.adapters.serial_channel import CallEnded, SerialChanne
 from paceline.comm.engine.api import Engine, OpenGroup
 from paceline.comm.engine.channel import (
     NO_REDUCTION,
+    CallFailure,
     CallOutcome,
     CollectiveCall,
     EngineChannel,
-    Messages,
+    OutcomeCode,
     Pieces,
     ReduceOp,
 )
-from paceline.comm.engine.failures import CallFailure, OutcomeCode
 from paceline.comm.schedule.steps import Operation
 from paceline.comm.store.store import Store
 
@@ -37,36 +36,6 @@ class Subgroup(NamedTuple):
 
     opened: OpenGroup
     ranks: Sequence[int]
-
-
-@dataclass(frozen=True)
-class TwoLevelGroup:
-    """A group with a second engine between its hosts; it consists of the groups in `parts`."""
-
-    channel: TwoLevelChannel
-    messages: Messages
-    parts: Sequence[OpenGroup]
-
-    def record_as(self, group: int) -> None:
-        """Records the collectives and messages of the whole group, but not the calls in its parts."""
-        self.channel.record_as(group)
-        self.messages.record_messages_as(group)
-
-    def abort(self) -> None:
-        """Aborts calls in the group and in all of its parts."""
-        self.channel.abort()
-        for part in self.parts:
-            part.abort()
-
-    def failure(self) -> int:
-        """Returns the `OutcomeCode` for a failure in the group or one of its parts, or OK."""
-        return self.channel.failure() or next(filter(None, (part.failure() for part in self.parts)), OutcomeCode.OK)
-
-    def close(self) -> None:
-        """Closes the group and all its parts; idempotent."""
-        self.channel.close()
-        for part in self.parts:
-            part.close()
 
 
 def open_two_levels(
@@ -110,10 +79,10 @@ def open_two_levels(
             between = Subgroup(outside.open_group(leader_ranks, timeout_s, identity), leaders)
             undo.callback(between.opened.close)
         diagnosis = FailureDiagnosis(store, identity, [inside.members[member] for member in ranks], me)
-        channel = TwoLevelChannel(diagnosis, whole.channel, by_host, me, Subgroup(within, local), between)
+        channel = TwoLevelChannel(diagnosis, whole.channel, by_host, Subgroup(within, local), between)
         undo.pop_all()
     parts = [within, whole] if between is None else [between.opened, within, whole]
-    return TwoLevelGroup(channel, whole.messages, parts)
+    return OpenGroup(channel, whole.messages, parts)
 
 
 class TwoLevelChannel(SerialChannel):
@@ -123,7 +92,6 @@ class TwoLevelChannel(SerialChannel):
         diagnosis: the object that determines why a call failed.
         whole: the channel that connects all ranks and runs all other operations.
         hosts: the group ranks on each host.
-        rank: the group rank of this process.
         within: the group of this host's ranks.
         between: the leaders' group, or None if this rank is not a leader.
     """
@@ -133,15 +101,12 @@ class TwoLevelChannel(SerialChannel):
         diagnosis: FailureDiagnosis,
         whole: EngineChannel,
         hosts: Sequence[Sequence[int]],
-        rank: int,
         within: Subgroup,
         between: Subgroup | None,
     ) -> None:
         super().__init__(diagnosis)
         self._whole = whole
         self._hosts = hosts
-        self._rank = rank
-        self._size = sum(map(len, hosts))
         self._within = within
         self._between = between
 
@@ -210,22 +175,15 @@ class TwoLevelChannel(SerialChannel):
         for rank, header in zip(ranks, outcome.calls, strict=False):
             calls[rank] = header
         aborted = outcome.code == OutcomeCode.ABORTED and outcome.reporter >= 0
+        lists = {
+            name: [ranks[rank] for rank in getattr(outcome, name)] for name in ("missing", "gone", "left", "waiting")
+        }
         raise CallEnded(
-            CallFailure(
-                OutcomeCode(outcome.code),
-                outcome.said if isinstance(outcome, CallFailure) else "",
-                [ranks[rank] for rank in outcome.missing],
-                [ranks[rank] for rank in outcome.gone],
-                [ranks[rank] for rank in outcome.left],
-                outcome.cause,
-                outcome.cause_left,
-                ranks[outcome.reporter] if aborted else self._rank,
-                outcome.waited_ns,
+            CallFailure.of(
+                outcome,
+                **lists,
+                reporter=ranks[outcome.reporter] if aborted else self._rank,
                 calls=calls,
                 algorithms=[0] * self._size,
-                has_begun=outcome.has_begun,
-                waiting=[ranks[rank] for rank in outcome.waiting],
-                blocked_by=outcome.blocked_by,
-                cause_hung=outcome.cause_hung,
             )
         )

@@ -18,7 +18,8 @@ import torch
 from paceline.comm.engine import api
 from paceline.comm.engine.adapters.library_engine import exchange_members
 from paceline.comm.engine.api import BackendChoice, Engine, EngineContext, OpenGroup, engines_for
-from paceline.comm.engine.failures import OutcomeCode, RankIdentity
+from paceline.comm.engine.channel import OutcomeCode
+from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.native.engine import NativeEngine
 from paceline.comm.engine.staged.channel import StagedGroup, announce_once
 from paceline.comm.engine.two_level import open_two_levels

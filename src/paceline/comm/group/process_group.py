@@ -28,12 +28,13 @@ from paceline.comm.engine.channel import (
     DevicePieces,
     EngineChannel,
     HeaderFields,
+    OutcomeCode,
     PendingCall,
     ReduceOp,
     Reduction,
     dtype_name,
 )
-from paceline.comm.engine.failures import GROUP_LOST, MESSAGES_LOST, OutcomeCode, RankIdentity, describe_call, to_error
+from paceline.comm.engine.failures import GROUP_LOST, MESSAGES_LOST, RankIdentity, describe_call, to_error
 from paceline.comm.engine.native.engine import ScheduledChannel
 from paceline.comm.engine.network_settings import ALGORITHM_VARIABLE
 from paceline.comm.engine.staged.channel import StagedChannel

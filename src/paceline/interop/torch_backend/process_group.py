@@ -32,8 +32,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from paceline.comm.engine.api import choose, staged_types
-from paceline.comm.engine.channel import ReduceOp
-from paceline.comm.engine.failures import OutcomeCode, ProcessIdentity, RankIdentity
+from paceline.comm.engine.channel import OutcomeCode, ReduceOp
+from paceline.comm.engine.failures import ProcessIdentity, RankIdentity
 from paceline.comm.group.buffers import Tensors, unpack_single
 from paceline.comm.group.call_plan import one_list, parts_by_rank, reduction_of, time_limit
 from paceline.comm.group.collectives import coalesced, collectives

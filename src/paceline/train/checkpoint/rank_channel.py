@@ -15,7 +15,8 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from paceline.comm.engine.failures import OutcomeCode, RankIdentity
+from paceline.comm.engine.channel import OutcomeCode
+from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.group.default import default_world, find_world, given_or_default
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.store.store import Store

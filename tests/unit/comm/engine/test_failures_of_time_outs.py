@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity, to_error
+from paceline.comm.engine.channel import CallFailure, OutcomeCode
+from paceline.comm.engine.failures import RankIdentity, to_error
 
 EVERYBODY = [RankIdentity(rank, "host", 100 + rank) for rank in range(6)]
 LATEST = [(7, 2, 11, 0, -1, 3)] * 4

@@ -18,18 +18,13 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from paceline import _core
-from paceline.comm.engine.adapters.device_streams import (
-    AcceleratorEvent,
-    AcceleratorStream,
-    polled,
-)
-from paceline.comm.engine.channel import ITEM_SIZES, NO_REDUCTION, CollectiveCall, Pieces
-from paceline.comm.engine.failures import OutcomeCode, RankIdentity
+from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, AcceleratorStream, polled
+from paceline.comm.engine.channel import ITEM_SIZES, NO_REDUCTION, CollectiveCall, OutcomeCode, Pieces
+from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.record.layout import RECEIVE, SEND
 from paceline.comm.schedule.steps import Operation
 
@@ -151,24 +146,8 @@ def _is_over(poll: Callable[[], bool]) -> bool:
 DEVICE_WATCH = DeviceWatch()
 
 
-class RecordedOperation(Protocol):
-    """A call or a message in the recording."""
-
-    def start(self) -> None:
-        """Records that the operation is starting."""
-
-    def follow(self, device: torch.device, reached: AcceleratorEvent, ended: AcceleratorEvent | None = None) -> None:
-        """Sets the start and end times from events on a device; see `RecordedWork.follow`."""
-
-    def end_behind(self, ended: AcceleratorEvent) -> None:
-        """Sets the event recorded after the operation, unless it was passed to `follow`."""
-
-    def end(self, outcome: int, /) -> None:
-        """Records that the operation is complete; `outcome` is an `OutcomeCode`."""
-
-
 class RecordedWork:
-    """A call or a message that has just been submitted; implements `RecordedOperation`.
+    """A call or a message that has just been submitted.
 
     Args:
         call: the call's entry in the recording.
@@ -307,6 +286,18 @@ class GroupRecorder:
         if operation == RECEIVE:
             return RecordedWork(recorded, 0, True, peer, receives=True)
         return RecordedWork(recorded, nbytes, self._host[peer])
+
+
+class Recorded:
+    """Base class for channels and messages whose operations are recorded by `_recorder`."""
+
+    _recorder: GroupRecorder
+
+    def record_as(self, group: int, /) -> None:
+        """Records later operations under the group's serial number."""
+        self._recorder.group = group
+
+    record_messages_as = record_as
 
 
 def contributed(call: CollectiveCall, rank: int) -> int:

@@ -11,12 +11,11 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
-from paceline.comm.engine.api import EngineContext
-from paceline.comm.engine.channel import EngineChannel, HeaderFields, Messages
-from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
+from paceline.comm.engine.api import EngineContext, OpenGroup
+from paceline.comm.engine.channel import CallFailure, EngineChannel, HeaderFields, Messages, OutcomeCode
+from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.formation import describe_rank, read_ranks
 from paceline.comm.engine.network_settings import known_algorithm
 from paceline.comm.store.store import Store
@@ -344,50 +343,6 @@ def _first_difference(histories: Sequence[Mapping[int, HeaderFields]]) -> list[H
     return []
 
 
-@dataclass(frozen=True)
-class GatheredMembers:
-    """The members of a group that is being opened.
-
-    Args:
-        members: the members, in the order of their group ranks.
-        group_rank: the group rank of this process.
-        hosts: the group ranks on each host.
-        algorithm: the algorithm to force for every collective that it implements; None leaves the choice to the engine.
-        diagnosis: the object that determines why a call failed.
-    """
-
-    members: tuple[RankIdentity, ...]
-    group_rank: int
-    hosts: list[list[int]]
-    algorithm: str | None
-    diagnosis: FailureDiagnosis
-
-
-@dataclass(frozen=True)
-class LibraryGroup:
-    """A group whose connections are made by a library; see `engine.api.OpenGroup`."""
-
-    channel: EngineChannel
-    messages: Messages
-
-    def record_as(self, group: int) -> None:
-        """Records calls and messages; see `engine.channel.EngineChannel`."""
-        self.channel.record_as(group)
-        self.messages.record_messages_as(group)
-
-    def abort(self) -> None:
-        """Aborts the group's collectives; see `SerialChannel.abort`."""
-        self.channel.abort()
-
-    def failure(self) -> int:
-        """Returns the `OutcomeCode` for a failure of the collectives, or OK."""
-        return self.channel.failure()
-
-    def close(self) -> None:
-        """Closes the group; idempotent."""
-        self.channel.close()
-
-
 class LibraryEngine:
     """Base class for engines that wrap a library; subclasses add `name` and `open_group`. See `engine.api.Engine`.
 
@@ -401,7 +356,7 @@ class LibraryEngine:
         announce_death(context)
         self._context = context
         self._algorithm = known_algorithm(context.algorithm)
-        self._groups: list[LibraryGroup] = []
+        self._groups: list[OpenGroup] = []
 
     @property
     def members(self) -> tuple[RankIdentity, ...]:
@@ -415,24 +370,27 @@ class LibraryEngine:
         self._groups.clear()
         announce_leave(self._context)
 
-    def _gather(self, ranks: Sequence[int], timeout_s: float, identity: int, algorithm: str | None) -> GatheredMembers:
+    def _gather(
+        self, ranks: Sequence[int], timeout_s: float, identity: int, algorithm: str | None
+    ) -> tuple[FailureDiagnosis, str | None]:
         """Waits until all members of a group are opening it; takes the arguments of `open_group`.
+
+        Returns:
+            The object that determines why a call failed, and the algorithm to force, or None.
 
         Raises:
             ValueError: there is no such algorithm.
-            RendezvousError: a member gave up, died or left.
-            RendezvousTimeoutError: a member did not open the group in time.
+            RendezvousError, RendezvousTimeoutError: see `await_members`.
         """
         context = self._context
         members = tuple(context.members[rank] for rank in ranks)
         group_rank = list(ranks).index(context.rank)
         algorithm = known_algorithm(algorithm) or self._algorithm
         await_members(context, f"{self.name}/{identity}", members, group_rank, timeout_s)
-        diagnosis = FailureDiagnosis(context.store, identity, members, group_rank)
-        return GatheredMembers(members, group_rank, by_host(members), algorithm, diagnosis)
+        return FailureDiagnosis(context.store, identity, members, group_rank), algorithm
 
-    def _keep(self, channel: EngineChannel, messages: Messages) -> LibraryGroup:
+    def _keep(self, channel: EngineChannel, messages: Messages) -> OpenGroup:
         """Creates a group from its channel and its messages, and registers it, so that `close` closes it."""
-        group = LibraryGroup(channel, messages)
+        group = OpenGroup(channel, messages)
         self._groups.append(group)
         return group

@@ -16,17 +16,50 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded, RecordedWork
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
 from paceline.comm.engine.adapters.schedule_executor import FlatBuffer
-from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChannel, HeaderFields, Pieces
-from paceline.comm.engine.failures import CallFailure, OutcomeCode
+from paceline.comm.engine.channel import (
+    CallFailure,
+    CallOutcome,
+    CollectiveCall,
+    EngineChannel,
+    HeaderFields,
+    OutcomeCode,
+    Pieces,
+    code_of,
+)
 from paceline.durations import LONGEST_S, event_timeout_s, to_nanoseconds
 
 MESSAGE_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
 
 
-class WaitedMessage:
+class _Completion:
+    """Implements `channel.PendingCall` for a call or a message that another thread completes with `end`."""
+
+    def __init__(self) -> None:
+        self._completed = threading.Event()
+        self._outcome: CallOutcome | None = None
+
+    def end(self, outcome: CallOutcome | None) -> None:
+        """Marks the call as complete."""
+        self._outcome = outcome
+        self._completed.set()
+
+    def done(self) -> bool:
+        """Returns True if the call is complete."""
+        return self._completed.is_set()
+
+    def wait(self, timeout_ns: int, /) -> bool:
+        """Waits for the call to complete; returns False on timeout."""
+        return self._completed.wait(event_timeout_s(timeout_ns))
+
+    def outcome(self) -> CallOutcome | None:
+        """Returns the reason why the call failed, or None if it succeeded."""
+        return self._outcome
+
+
+class WaitedMessage(_Completion):
     """A message that completes only while a thread waits for it; implements `channel.PendingMessage`.
 
     Args:
@@ -38,29 +71,20 @@ class WaitedMessage:
     def __init__(
         self, finish: Callable[[], tuple[int, CallOutcome | None]], recorded: RecordedWork, background: bool
     ) -> None:
+        super().__init__()
         self._finish = finish
         self._recorded = recorded
-        self._completed = threading.Event()
         self._waiting = threading.Lock()
         self._source = -1
-        self._outcome: CallOutcome | None = None
         self._background = background
         if background:
             threading.Thread(target=self._run, name="paceline-message", daemon=True).start()
-
-    def done(self) -> bool:
-        """Returns True if the message is complete."""
-        return self._completed.is_set()
 
     def wait(self, timeout_ns: int, /) -> bool:
         """Waits for the message to complete; returns False on timeout."""
         if not self._background:
             self._run()
-        return self._completed.wait(event_timeout_s(timeout_ns))
-
-    def outcome(self) -> CallOutcome | None:
-        """Returns the reason why the message failed, or None if it succeeded."""
-        return self._outcome
+        return super().wait(timeout_ns)
 
     def source(self) -> int:
         """Returns the sender's group rank, or -1 while it is unknown."""
@@ -69,9 +93,9 @@ class WaitedMessage:
     def _run(self) -> None:
         with self._waiting:
             if not self._completed.is_set():
-                self._source, self._outcome = self._finish()
-                self._recorded.end_from(self._source, OutcomeCode.OK if self._outcome is None else self._outcome.code)
-                self._completed.set()
+                self._source, outcome = self._finish()
+                self._recorded.end_from(self._source, code_of(outcome))
+                self.end(outcome)
 
 
 def message_mismatch(source: int, receiver: int, sent: tuple[int, int], expected: tuple[int, int]) -> CallFailure:
@@ -130,34 +154,16 @@ class CallEnded(Exception):
         self.outcome = outcome
 
 
-class QueuedCall:
-    """A call in a `SerialChannel`'s queue; implements `channel.PendingCall`."""
+class QueuedCall(_Completion):
+    """A call in a `SerialChannel`'s queue."""
 
     def __init__(self, call: CollectiveCall, recorded: RecordedWork) -> None:
+        super().__init__()
         self.call = call
         self.recorded = recorded
-        self._completed = threading.Event()
-        self._outcome: CallOutcome | None = None
-
-    def end(self, outcome: CallOutcome | None) -> None:
-        """Marks the call as complete."""
-        self._outcome = outcome
-        self._completed.set()
-
-    def done(self) -> bool:
-        """Returns True if the call is complete."""
-        return self._completed.is_set()
-
-    def wait(self, timeout_ns: int, /) -> bool:
-        """Waits for the call to complete; returns False on timeout."""
-        return self._completed.wait(event_timeout_s(timeout_ns))
-
-    def outcome(self) -> CallOutcome | None:
-        """Returns the reason why the call failed, or None if it succeeded."""
-        return self._outcome
 
 
-class SerialChannel(EngineChannel, ABC):
+class SerialChannel(Recorded, EngineChannel, ABC):
     """An `EngineChannel` for which an engine needs to implement only `perform`.
 
     A failed call breaks the group, so all later calls fail with the same outcome.
@@ -165,6 +171,7 @@ class SerialChannel(EngineChannel, ABC):
 
     def __init__(self, diagnosis: FailureDiagnosis) -> None:
         self._diagnosis = diagnosis
+        self._rank, self._size = diagnosis.rank, len(diagnosis.members)
         self._turn = threading.Lock()
         self._waiting: deque[QueuedCall] = deque()  # the first call in the queue is running
         self._arrived = threading.Condition()
@@ -197,10 +204,6 @@ class SerialChannel(EngineChannel, ABC):
         """Queues a call after the earlier ones and returns immediately."""
         return self._queue(call)
 
-    def record_as(self, group: int, /) -> None:
-        """Records later calls under the group's serial number."""
-        self._recorder.group = group
-
     def abort(self) -> None:
         """Aborts queued and later calls. A call that is already running in the library continues until it times out.
 
@@ -212,7 +215,7 @@ class SerialChannel(EngineChannel, ABC):
 
     def failure(self) -> int:
         """Returns the code of the failure that broke the channel, or OK."""
-        return OutcomeCode.OK if self._broken is None else self._broken.code
+        return code_of(self._broken)
 
     def close(self) -> None:
         """Reports to the other ranks that this rank has left, and cancels the queued calls; idempotent."""
@@ -247,7 +250,7 @@ class SerialChannel(EngineChannel, ABC):
     def _perform(self, call: CollectiveCall, recorded: RecordedWork) -> CallOutcome | None:
         recorded.start()
         outcome = self._outcome_of(call)
-        recorded.end(OutcomeCode.OK if outcome is None else outcome.code)
+        recorded.end(code_of(outcome))
         return outcome
 
     def _outcome_of(self, call: CollectiveCall) -> CallOutcome | None:

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
-from paceline.comm.engine.adapters.library_engine import FailureDiagnosis, LibraryEngine, LibraryGroup
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded, RecordedWork
+from paceline.comm.engine.adapters.library_engine import FailureDiagnosis, LibraryEngine, by_host
 from paceline.comm.engine.adapters.schedule_executor import BlockTransfer, FlatBuffer, PythonExecutor, divide_average
 from paceline.comm.engine.adapters.serial_channel import (
     MESSAGE_HEAD,
@@ -33,9 +33,8 @@ from paceline.comm.engine.adapters.serial_channel import (
     WaitedMessage,
     message_mismatch,
 )
-from paceline.comm.engine.api import EngineContext
-from paceline.comm.engine.channel import ITEM_SIZES, CallOutcome, CollectiveCall, Pieces, ReduceOp
-from paceline.comm.engine.failures import OutcomeCode
+from paceline.comm.engine.api import EngineContext, OpenGroup
+from paceline.comm.engine.channel import ITEM_SIZES, CallOutcome, CollectiveCall, OutcomeCode, Pieces, ReduceOp
 from paceline.comm.engine.mpi.library import MOST_BYTES, complete, datatype, initialized, library, reduction
 from paceline.comm.engine.network_settings import own_address
 from paceline.comm.rendezvous.rendezvous import RendezvousResult, rendezvous
@@ -45,7 +44,7 @@ from paceline.comm.store.tcp_store import TCPStore
 from paceline.errors import RendezvousTimeoutError
 
 
-class MpiMessages:
+class MpiMessages(Recorded):
     """Messages between the ranks in a group; see `engine.channel.Messages`.
 
     Args:
@@ -60,10 +59,6 @@ class MpiMessages:
         self._diagnosis = diagnosis
         self._recorder = GroupRecorder(diagnosis.members, diagnosis.rank)
         self._most_tag: int = library().COMM_WORLD.Get_attr(library().TAG_UB)
-
-    def record_messages_as(self, group: int, /) -> None:
-        """Records later messages under the group's serial number."""
-        self._recorder.group = group
 
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
@@ -171,28 +166,18 @@ class MpiChannel(SerialChannel):
         comm: the group's communicator.
         lock: the lock to hold during every MPI call.
         diagnosis: the object that determines why a call failed.
-        hosts: the group ranks on each host.
         algorithm: the algorithm to force for all collectives, which then run as schedules; None uses MPI's own
             collectives where possible.
     """
 
-    def __init__(
-        self,
-        comm: Any,
-        lock: threading.Lock,
-        diagnosis: FailureDiagnosis,
-        hosts: Sequence[Sequence[int]],
-        algorithm: str | None,
-    ) -> None:
+    def __init__(self, comm: Any, lock: threading.Lock, diagnosis: FailureDiagnosis, algorithm: str | None) -> None:
         super().__init__(diagnosis)
         self._mpi = library()
         self._known: dict[int, tuple[Any, Any]] = {}
         self._from_address = self._mpi.buffer.fromaddress
         self._comm = comm
         self._lock = lock
-        self._rank: int = comm.Get_rank()
-        self._size: int = comm.Get_size()
-        self._schedules = PythonExecutor(_MpiTransport(comm, lock), self._rank, hosts, algorithm)
+        self._schedules = PythonExecutor(_MpiTransport(comm, lock), self._rank, by_host(diagnosis.members), algorithm)
         self._by_schedule = algorithm is not None
 
     def all_reduce(
@@ -508,10 +493,10 @@ class MpiEngine(LibraryEngine):
         identity: int = 0,
         algorithm: str | None = None,
         device: torch.device | None = None,
-    ) -> LibraryGroup:
+    ) -> OpenGroup:
         """Opens a group; see `engine.api.Engine`."""
         mpi = self._mpi
-        gathering = self._gather(ranks, timeout_s, identity, algorithm)
+        diagnosis, algorithm = self._gather(ranks, timeout_s, identity, algorithm)
         with self._lock:
             everyone = mpi.COMM_WORLD.Get_group()
             comm = mpi.COMM_WORLD.Create_group(everyone.Incl(list(ranks)), zlib.crc32(str(identity).encode()) % _TAGS)
@@ -519,6 +504,5 @@ class MpiEngine(LibraryEngine):
         for communicator in (comm, messages):
             communicator.Set_errhandler(mpi.ERRORS_RETURN)
         return self._keep(
-            MpiChannel(comm, self._lock, gathering.diagnosis, gathering.hosts, gathering.algorithm),
-            MpiMessages(messages, self._lock, gathering.diagnosis),
+            MpiChannel(comm, self._lock, diagnosis, algorithm), MpiMessages(messages, self._lock, diagnosis)
         )

@@ -14,13 +14,12 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
 from paceline import _core
-from paceline.comm.engine.api import EngineContext, KnownCosts
+from paceline.comm.engine.api import EngineContext, KnownCosts, OpenGroup
 from paceline.comm.engine.channel import ITEM_SIZES, WIRE_CODES, CollectiveCall, EngineChannel, Messages
 from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.formation import Formation
@@ -56,34 +55,20 @@ from paceline.errors import RendezvousTimeoutError, and_more
 from paceline.linux import is_out_of_descriptors
 
 
-class PredictionMiss(NamedTuple):
-    """Calls of one kind whose durations were mispredicted, as reported by `_core.ScheduleGroup.prediction_miss`.
+def describe_miss(
+    operation: int, algorithm: int, dtype: int, elements: int, calls: int, min_ns: int, predicted_ns: int
+) -> str:
+    """Returns the log message about calls of one kind whose durations were mispredicted.
 
-    Attributes:
-        operation, algorithm, dtype: the codes that describe the kind of call.
-        elements: the number of elements in each call.
-        calls: the number of calls.
-        min_ns: the time of the shortest call, in nanoseconds.
-        predicted_ns: the predicted time of each call, in nanoseconds.
+    The arguments are the fields of `_core.ScheduleGroup.prediction_miss`: codes for the operation, the algorithm and
+    the dtype, the number of elements in each call, the number of calls, and the shortest and the predicted time of a
+    call in nanoseconds.
     """
-
-    operation: int
-    algorithm: int
-    dtype: int
-    elements: int
-    calls: int
-    min_ns: int
-    predicted_ns: int
-
-
-def describe_miss(found: PredictionMiss) -> str:
-    """Returns the log message about mispredicted calls."""
-    least, predicted = format_seconds(found.min_ns / 1e9), format_seconds(found.predicted_ns / 1e9)
+    least, predicted = format_seconds(min_ns / 1e9), format_seconds(predicted_ns / 1e9)
     return (
-        f"{OPERATIONS[found.operation]} of {found.elements:,} {DTYPES[found.dtype]} by {name_of(found.algorithm)} took "
-        f"{least} or more in {found.calls} calls, but was predicted to take {predicted}: another algorithm may be "
-        "faster. PACELINE_COSTS and PACELINE_NETWORK set the cost of messages, and PACELINE_ALGORITHM forces an "
-        "algorithm"
+        f"{OPERATIONS[operation]} of {elements:,} {DTYPES[dtype]} by {name_of(algorithm)} took {least} or more in "
+        f"{calls} calls, but was predicted to take {predicted}: another algorithm may be faster. PACELINE_COSTS and "
+        "PACELINE_NETWORK set the cost of messages, and PACELINE_ALGORITHM forces an algorithm"
     )
 
 
@@ -170,7 +155,7 @@ class ScheduledChannel(EngineChannel):
     def _log_miss(self) -> None:
         """Logs calls that took much more or much less time than predicted; only once, and only on rank 0."""
         if self._rank == 0 and (found := self._links.prediction_miss()) is not None:
-            logging.getLogger(__name__).info(describe_miss(PredictionMiss(*found)))
+            logging.getLogger(__name__).info(describe_miss(*found))
 
     def _planned(self, call: CollectiveCall) -> tuple[_core.Schedule, CollectiveCall, int]:
         """Returns the call's schedule, the call, and the predicted time in nanoseconds (0 without a prediction)."""
@@ -246,38 +231,22 @@ _START = "native"  # the formation's name, if the engine starts after the defaul
 _LINKS = 1 << 63  # flag that distinguishes the id of a group's rings from the id of its slots
 
 
-@dataclass
-class NativeGroup:
-    """The connections of a group.
+@dataclass(eq=False)
+class NativeGroup(OpenGroup):
+    """A group's connections; `parts` contains the links.
 
     Attributes:
-        channel: the channel that runs the group's collectives.
-        messages: the interface for messages between two of the group's ranks.
+        links: the links between the ranks, which transfer the messages and, between hosts, run the collectives.
         host_ranks: the group's ranks on this host; set to None by `close` to release the memory of the connections.
     """
 
-    channel: EngineChannel
-    messages: _core.ScheduleGroup
+    _: KW_ONLY
+    links: _core.ScheduleGroup
     host_ranks: HostRanks | None
-
-    def record_as(self, group: int) -> None:
-        """Records calls and messages; see `engine.channel.EngineChannel`."""
-        self.channel.record_as(group)
-        self.messages.record_as(group)
-
-    def abort(self) -> None:
-        """Aborts calls and messages on all ranks; see `engine.channel.EngineChannel`."""
-        self.channel.abort()
-        self.messages.abort()
-
-    def failure(self) -> int:
-        """Returns the `OutcomeCode` for a failure of calls or messages; see `engine.channel.EngineChannel`."""
-        return self.channel.failure() or self.messages.failure()
 
     def close(self) -> None:
         """Closes the connections; idempotent."""
-        self.channel.close()
-        self.messages.close()
+        super().close()
         self.host_ranks = None
 
 
@@ -394,7 +363,8 @@ class NativeEngine:
             if channel is None:
                 raise self._not_opened(formation, ranks, timeout_s)
             undo.pop_all()
-        group = NativeGroup(channel, links, HostRanks(self._mesh, mesh_ranks, group_rank))
+        host_ranks = HostRanks(self._mesh, mesh_ranks, group_rank)
+        group = NativeGroup(channel, links, [links], links=links, host_ranks=host_ranks)
         self._groups.append(group)
         return group
 
@@ -413,7 +383,7 @@ class NativeEngine:
     def _gone(self) -> RankIdentity | None:
         """Returns a rank on this host or in the default group that is known to have died or left, or None."""
         lost = [self._topology.local_ranks[place] for place in self._mesh.lost()]
-        gone = lost or (self._groups[0].messages.gone() if self._groups else [])
+        gone = lost or (self._groups[0].links.gone() if self._groups else [])
         return self._topology.members[gone[0]] if gone else None
 
     def _not_opened(self, formation: Formation, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -30,18 +30,20 @@ from paceline.comm.engine.adapters.device_streams import (
     record_current,
     with_index,
 )
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded, RecordedWork
 from paceline.comm.engine.api import OpenGroup
 from paceline.comm.engine.channel import (
     NO_REDUCTION,
+    CallFailure,
     CallOutcome,
     CollectiveCall,
     EngineChannel,
     HeaderFields,
+    OutcomeCode,
     ReduceOp,
     dtype_name,
 )
-from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
+from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.staged.memory import PinnedMemory, StagedLayout, copy_to_device, copy_to_host, divide
 from paceline.comm.engine.staged.messages import StagedMessages, capture_text
 from paceline.comm.record.layout import DTYPES, EventKind
@@ -67,7 +69,7 @@ _INT64 = DTYPES.index("int64")
 
 
 class StagedWork:
-    """A call in progress; see `engine.channel.PendingCall`."""
+    """A call in progress; see `engine.channel.StreamCall`."""
 
     def __init__(
         self, layout: StagedLayout, header: HeaderFields, start: AcceleratorEvent, recorded: RecordedWork
@@ -121,7 +123,7 @@ class _Chunk:
     stamp: int
 
 
-class StagedChannel(EngineChannel):
+class StagedChannel(Recorded, EngineChannel):
     """Runs calls on device tensors over `inner`, in the order in which they are made; thread-safe.
 
     Args:
@@ -171,10 +173,6 @@ class StagedChannel(EngineChannel):
             RuntimeError: the current stream is being captured into a graph.
         """
         return self._queue(call, is_async=True)
-
-    def record_as(self, group: int, /) -> None:
-        """Records later calls under the group's serial number."""
-        self._recorder.group = group
 
     def abort(self) -> None:
         """Aborts current and later calls, including those on the other ranks if the inner channel supports it."""
@@ -372,7 +370,7 @@ class StagedChannel(EngineChannel):
         """Converts the outcome of a chunk's call to the outcome of the whole call."""
         if outcome.code == OutcomeCode.MISMATCH and outcome.split_from >= 0:
             before = chunk * layout.part_nbytes
-            return _copied(
+            return CallFailure.of(
                 outcome, split_sent=before + outcome.split_sent, split_expected=before + outcome.split_expected
             )
         if outcome.code == OutcomeCode.MISMATCH and self.inner.failure() == OutcomeCode.OK:
@@ -381,7 +379,7 @@ class StagedChannel(EngineChannel):
             if isinstance(headers, list):
                 return _mismatch(headers)
         # The other ranks' latest calls are for chunks, which are meaningless to the user.
-        return outcome if outcome.code == OutcomeCode.MISMATCH else _copied(outcome, calls=(), algorithms=())
+        return outcome if outcome.code == OutcomeCode.MISMATCH else CallFailure.of(outcome, calls=(), algorithms=())
 
     def _exchange(self, work: StagedWork, layout: StagedLayout) -> list[list[int]] | CallOutcome:
         """Returns the ranks' headers, each with the length of the rank's longest buffer."""
@@ -410,7 +408,7 @@ class StagedChannel(EngineChannel):
             # Another rank's call has a single chunk, so it did not begin with this exchange. That rank now performs the
             # exchange, and this rank repeats it.
             return self._exchange(work, layout)
-        return _copied(outcome, calls=(), algorithms=())
+        return CallFailure.of(outcome, calls=(), algorithms=())
 
     def _fail(self, work: StagedWork, outcome: CallOutcome) -> None:
         """Fails a call and drops its remaining chunks; if the channel is broken, also fails all later calls."""
@@ -493,22 +491,11 @@ def _mismatch(headers: Sequence[Sequence[int]]) -> CallFailure:
     return CallFailure(OutcomeCode.MISMATCH, calls=calls, algorithms=[0] * len(calls))
 
 
-# The fields of `CallFailure` that the core's outcomes also provide.
-_FIELDS = [field.name for field in fields(CallFailure) if field.name not in ("code", "said", "seen")]
-
-
-def _copied(outcome: CallOutcome, **changes: object) -> CallFailure:
-    """Returns a copy of an outcome with the given fields changed."""
-    if not isinstance(outcome, CallFailure):
-        outcome = CallFailure(OutcomeCode(outcome.code), **{name: getattr(outcome, name) for name in _FIELDS})
-    return replace(outcome, **changes)  # type: ignore[arg-type]
-
-
 _announced = False  # whether this process has printed the notice about staging
 
 
-class StagedGroup:
-    """A group on a device; see `engine.api.OpenGroup`.
+class StagedGroup(OpenGroup):
+    """A group on a device.
 
     Args:
         inner: the same ranks' group for CPU tensors; it is closed by this group.
@@ -517,28 +504,21 @@ class StagedGroup:
         group_rank: the group rank of this process.
     """
 
+    channel: StagedChannel
+    messages: StagedMessages
+
     def __init__(
         self, inner: OpenGroup, device: torch.device, members: Sequence[RankIdentity], group_rank: int
     ) -> None:
-        device = with_index(device)
+        device, recorder = with_index(device), GroupRecorder(members, group_rank)
         self.inner = inner
-        self._recorder = GroupRecorder(members, group_rank)
-        self.channel = StagedChannel(inner.channel, device, self._recorder, group_rank, len(members))
-        self.messages = StagedMessages(inner.messages, device, self._recorder, group_rank)
-
-    def record_as(self, group: int) -> None:
-        """Records calls and messages, but not the calls for their chunks; see `engine.channel.EngineChannel`."""
-        self._recorder.group = group
+        channel = StagedChannel(inner.channel, device, recorder, group_rank, len(members))
+        super().__init__(channel, StagedMessages(inner.messages, device, recorder, group_rank), [inner])
 
     def abort(self) -> None:
         """Aborts calls and messages, including those on the other ranks if the inner group supports it."""
-        self.channel.abort()
-        self.inner.abort()
+        super().abort()
         self.messages.close(CallFailure(OutcomeCode.ABORTED))
-
-    def failure(self) -> int:
-        """Returns the `OutcomeCode` for a failure of calls or messages, or OK."""
-        return self.channel.failure() or self.inner.failure()
 
     def close(self) -> None:
         """Closes the group after its enqueued copies are complete; idempotent."""

@@ -21,9 +21,16 @@ from paceline.comm.engine.adapters.device_streams import (
     is_capturing,
     record_current,
 )
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
-from paceline.comm.engine.channel import CallOutcome, Messages, PendingMessage, Pieces
-from paceline.comm.engine.failures import CallFailure, OutcomeCode
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded, RecordedWork
+from paceline.comm.engine.channel import (
+    CallFailure,
+    CallOutcome,
+    Messages,
+    OutcomeCode,
+    PendingMessage,
+    Pieces,
+    code_of,
+)
 from paceline.comm.engine.staged.memory import DeviceBytes, copy_to_device, copy_to_host, pinned_bytes
 
 _PAUSE_S = 50e-6
@@ -111,7 +118,7 @@ class OutgoingDeviceMessage:
     def _end(self) -> None:
         recorded, self._recorded = self._recorded, None
         if recorded is not None:
-            recorded.end(_code(self.outcome()))
+            recorded.end(code_of(self.outcome()))
 
 
 class IncomingDeviceMessage:
@@ -177,7 +184,7 @@ class IncomingDeviceMessage:
         with self._lock:
             if self._copied is None:
                 failure = self._message.outcome()
-                self._recorded.end_from(self._message.source(), _code(failure))
+                self._recorded.end_from(self._message.source(), code_of(failure))
                 if failure is not None:
                     return None
                 self._stream.follow(self._start)
@@ -187,7 +194,7 @@ class IncomingDeviceMessage:
         return self._copied
 
 
-class StagedMessages(Messages):
+class StagedMessages(Recorded, Messages):
     """Messages with device tensors over `inner`; see `engine.channel.Messages`.
 
     Args:
@@ -211,10 +218,6 @@ class StagedMessages(Messages):
         self._thread: threading.Thread | None = None
         self._receives: list[IncomingDeviceMessage] = []  # keeps alive the memory that the device may still write to
         self._failure: CallOutcome | None = None
-
-    def record_messages_as(self, group: int, /) -> None:
-        """Records later messages under the group's serial number."""
-        self._recorder.group = group
 
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
@@ -296,7 +299,3 @@ def capture_text(call: str, device: torch.device) -> str:
         f"{call} of tensors on {device} was called while a graph is captured, but these tensors are copied through "
         "host memory, which a graph cannot replay; call it outside the graph, or use backend='nccl'"
     )
-
-
-def _code(outcome: CallOutcome | None) -> int:
-    return OutcomeCode.OK if outcome is None else outcome.code

@@ -27,10 +27,10 @@ from paceline.comm.engine.adapters.device_streams import (
     polled,
     record_current,
 )
-from paceline.comm.engine.adapters.group_recorder import RecordedOperation
+from paceline.comm.engine.adapters.group_recorder import RecordedWork
 from paceline.comm.engine.adapters.library_engine import exit_of
-from paceline.comm.engine.channel import HeaderFields, dtype_name
-from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
+from paceline.comm.engine.channel import CallFailure, HeaderFields, OutcomeCode, dtype_name
+from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.torch_backend.collectives import StartedCall, TorchGroup
 from paceline.comm.engine.torch_backend.peers import (
     AbsentError,
@@ -73,7 +73,7 @@ class CallInFlight:
     header: HeaderFields
     started: float
     deadline: float
-    recorded: RecordedOperation
+    recorded: RecordedWork
     event: AcceleratorEvent | None = None
     program_stream: Any = None
     is_captured: bool = False
@@ -163,7 +163,7 @@ class CallStream:
         start: StartCall,
         header: HeaderFields,
         timeout_ns: int,
-        recorded: RecordedOperation,
+        recorded: RecordedWork,
         after: AcceleratorEvent | None = None,
     ) -> DeviceWork:
         """Enqueues a call on the stream. The first call opens the process group, which waits for the other ranks.

@@ -17,17 +17,26 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, is_capturing, record_current, with_index
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded, RecordedWork
 from paceline.comm.engine.adapters.library_engine import announce_death, announce_leave
-from paceline.comm.engine.api import EngineContext
-from paceline.comm.engine.channel import CollectiveCall, EngineChannel, HeaderFields, Pieces, ReduceOp, dtype_name
-from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
+from paceline.comm.engine.api import EngineContext, OpenGroup
+from paceline.comm.engine.channel import (
+    CallFailure,
+    CollectiveCall,
+    EngineChannel,
+    HeaderFields,
+    Pieces,
+    ReduceOp,
+    code_of,
+    dtype_name,
+)
+from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.torch_backend import process_groups
 from paceline.comm.engine.torch_backend.collectives import (
     CallSettings,
@@ -69,7 +78,7 @@ def connect_pair(group: TorchGroup, device: torch.device, sends: bool) -> Starte
     return StartedCall(group.send([byte], 1, 0) if sends else group.recv([byte], 0, 0))
 
 
-class DeviceChannel(EngineChannel):
+class DeviceChannel(Recorded, EngineChannel):
     """Enqueues one group's calls on a stream; see `engine.channel.EngineChannel`.
 
     A call returns as soon as the library has accepted it, and the program's current stream waits for the results. The
@@ -124,18 +133,13 @@ class DeviceChannel(EngineChannel):
         self._watch.wake()
         return work
 
-    def record_as(self, group: int) -> None:
-        """Records later calls under the group's serial number."""
-        self._recorder.group = group
-
     def abort(self) -> None:
         """Aborts the calls on this rank."""
         self._calls.abort()
 
     def failure(self) -> int:
         """Returns the `OutcomeCode` for a failure of the call stream, or OK."""
-        failure = self._calls.failure
-        return OutcomeCode.OK if failure is None else failure.code
+        return code_of(self._calls.failure)
 
     def close(self) -> None:
         """Rejects further calls; the group closes the call stream. Idempotent."""
@@ -249,7 +253,7 @@ class MessageLane:
             self._watch.wake()
 
 
-class DeviceMessages:
+class DeviceMessages(Recorded):
     """Messages between pairs of ranks in a group; see `engine.channel.Messages`."""
 
     def __init__(self, rank: int, open_call_stream: OpenCallStream, watch: CallWatch, recorder: GroupRecorder) -> None:
@@ -259,10 +263,6 @@ class DeviceMessages:
         self._watch = watch
         self._lanes: dict[tuple[int, int], MessageLane] = {}
         self._opening = threading.Lock()
-
-    def record_messages_as(self, group: int, /) -> None:
-        """Records later messages under the group's serial number."""
-        self._recorder.group = group
 
     def send(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool) -> DeviceMessage:
         """Starts a send to a group rank; the send always proceeds in the background."""
@@ -373,18 +373,19 @@ def identify(device: torch.device) -> str:
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))  # missing in some builds
 
 
-@dataclass(frozen=True, eq=False)
-class DeviceGroup:
-    """A group on a device; see `engine.api.OpenGroup`."""
+@dataclass(eq=False)
+class DeviceGroup(OpenGroup):
+    """A group on a device.
 
-    calls: CallStream
-    channel: DeviceChannel
+    Attributes:
+        calls: the call stream for collectives.
+        end: a function that closes the group after its calls are complete.
+    """
+
     messages: DeviceMessages
+    _: KW_ONLY
+    calls: CallStream
     end: Callable[[DeviceGroup], None]
-
-    def record_as(self, group: int) -> None:
-        """Records calls and messages; see `engine.channel.EngineChannel`."""
-        self.channel.record_as(group)
 
     def streams(self) -> list[CallStream]:
         """Returns the call streams for collectives and messages."""
@@ -394,10 +395,6 @@ class DeviceGroup:
         """Aborts calls and messages on this rank; see `CallStream.abort`."""
         for calls in self.streams():
             calls.abort()
-
-    def failure(self) -> int:
-        """Returns the `OutcomeCode` for a failure of the channel, or OK."""
-        return self.channel.failure()
 
     def close(self) -> None:
         """Closes the group after its calls are complete; idempotent."""
@@ -481,7 +478,8 @@ class DeviceEngine:
         recorder = GroupRecorder([members[member] for member in ranks], rank)
         calls = open_call_stream(range(len(ranks)), _COLLECTIVES, greet)
         channel = DeviceChannel(calls, self._watch, rank, self._settings.library, has_float8(own_device), recorder)
-        group = DeviceGroup(calls, channel, DeviceMessages(rank, open_call_stream, self._watch, recorder), self._end)
+        messages = DeviceMessages(rank, open_call_stream, self._watch, recorder)
+        group = DeviceGroup(channel, messages, calls=calls, end=self._end)
         self._groups.append(group)
         return group
 

@@ -16,8 +16,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder
-from paceline.comm.engine.adapters.library_engine import FailureDiagnosis, LibraryEngine, LibraryGroup
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded
+from paceline.comm.engine.adapters.library_engine import FailureDiagnosis, LibraryEngine, by_host
 from paceline.comm.engine.adapters.schedule_executor import PythonExecutor, divide_average, tensor_at
 from paceline.comm.engine.adapters.serial_channel import (
     CallTimeout,
@@ -26,7 +26,7 @@ from paceline.comm.engine.adapters.serial_channel import (
     SerialChannel,
     WaitedMessage,
 )
-from paceline.comm.engine.api import EngineContext
+from paceline.comm.engine.api import EngineContext, OpenGroup
 from paceline.comm.engine.channel import DTYPES, NO_REDUCTION, CallOutcome, CollectiveCall, Pieces, ReduceOp
 from paceline.comm.engine.network_settings import IFACE_VARIABLE, own_address
 from paceline.comm.engine.torch_backend.collectives import CallSettings, TorchReduction, start_barrier, start_call
@@ -99,27 +99,17 @@ class GlooChannel(SerialChannel):
         group: torch's group.
         store: the group's store, kept alive because the group does not hold a reference to it.
         diagnosis: the object that determines why a call failed.
-        rank: the group rank of this process.
-        hosts: the group ranks on each host.
         algorithm: the algorithm to force for all collectives, which then run as schedules; None uses gloo's own
             collectives where possible.
     """
 
     def __init__(
-        self,
-        group: c10d.ProcessGroupGloo,
-        store: c10d.Store,
-        diagnosis: FailureDiagnosis,
-        rank: int,
-        hosts: Sequence[Sequence[int]],
-        algorithm: str | None,
+        self, group: c10d.ProcessGroupGloo, store: c10d.Store, diagnosis: FailureDiagnosis, algorithm: str | None
     ) -> None:
         super().__init__(diagnosis)
         self._group = group
         self._store = store
-        self._rank = rank
-        self._size = sum(map(len, hosts))
-        self._schedules = PythonExecutor(GlooTransport(group), rank, hosts, algorithm)
+        self._schedules = PythonExecutor(GlooTransport(group), self._rank, by_host(diagnosis.members), algorithm)
         self._by_schedule = algorithm is not None
 
     def perform(self, call: CollectiveCall) -> None:
@@ -154,18 +144,14 @@ def _is_supported(call: CollectiveCall) -> bool:
     return call.reduce_op in _OPS and DTYPES[call.dtype] in _REDUCED
 
 
-class GlooMessages:
+class GlooMessages(Recorded):
     """Messages over gloo; each begins with its dtype and length."""
 
-    def __init__(self, group: c10d.ProcessGroupGloo, diagnosis: FailureDiagnosis, rank: int) -> None:
+    def __init__(self, group: c10d.ProcessGroupGloo, diagnosis: FailureDiagnosis) -> None:
         self._group = group
         self._diagnosis = diagnosis
-        self._rank = rank
-        self._recorder = GroupRecorder(diagnosis.members, rank)
-
-    def record_messages_as(self, group: int, /) -> None:
-        """Records later messages under the group's serial number."""
-        self._recorder.group = group
+        self._rank = diagnosis.rank
+        self._recorder = GroupRecorder(diagnosis.members, diagnosis.rank)
 
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
@@ -236,29 +222,25 @@ class GlooEngine(LibraryEngine):
         identity: int = 0,
         algorithm: str | None = None,
         device: torch.device | None = None,
-    ) -> LibraryGroup:
+    ) -> OpenGroup:
         """Opens a group; see `engine.api.Engine`."""
         context = self._context
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address(context))]
         options._threads = _THREADS
         deadline = time.monotonic() + timeout_s
-        gathering = self._gather(ranks, timeout_s, identity, algorithm)
-        rank, diagnosis = gathering.group_rank, gathering.diagnosis
+        diagnosis, algorithm = self._gather(ranks, timeout_s, identity, algorithm)
         options._timeout = max(SHORTEST, timedelta(seconds=deadline - time.monotonic()))
         store = TorchStore(context.store, f"gloo/{identity}/")
         try:
-            group = c10d.ProcessGroupGloo(store, rank, len(ranks), options)
+            group = c10d.ProcessGroupGloo(store, diagnosis.rank, len(ranks), options)
         except RuntimeError as error:
             raise RendezvousTimeoutError(
-                f"{gathering.members[rank]}: gloo did not connect the ranks [{and_more(ranks, _MOST_NAMED)}] within "
-                f"{timeout_s:.0f} s ({error}); check the route and the firewall between the hosts, or choose an "
+                f"{diagnosis.members[diagnosis.rank]}: gloo did not connect the ranks "
+                f"[{and_more(ranks, _MOST_NAMED)}] within {timeout_s:.0f} s ({error}); check the route and the firewall between the hosts, or choose an "
                 f"interface with {IFACE_VARIABLE}"
             ) from error
-        return self._keep(
-            GlooChannel(group, store, diagnosis, rank, gathering.hosts, gathering.algorithm),
-            GlooMessages(group, diagnosis, rank),
-        )
+        return self._keep(GlooChannel(group, store, diagnosis, algorithm), GlooMessages(group, diagnosis))
 
 
 def _address(context: EngineContext) -> str:

@@ -9,7 +9,8 @@ import pytest
 
 import paceline as dist
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
-from paceline.comm.engine.failures import CallFailure, OutcomeCode, ProcessIdentity, RankIdentity, to_error
+from paceline.comm.engine.channel import CallFailure, OutcomeCode
+from paceline.comm.engine.failures import ProcessIdentity, RankIdentity, to_error
 
 HISTORY = [(7, 2, 11, 0, -1, 3)]
 

@@ -13,7 +13,8 @@ import torch
 from launching import wait_until
 
 import paceline as dist
-from paceline.comm.engine.failures import OutcomeCode, RankIdentity
+from paceline.comm.engine.channel import OutcomeCode
+from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.torch_backend import device_calls
 from paceline.comm.engine.torch_backend.collectives import StartedCall
 from paceline.comm.engine.torch_backend.device_calls import CallStream, CallWatch, StreamRanks, StreamSettings
