@@ -121,7 +121,7 @@ class Executor final : public Collectives {
     Messenger& messenger_;
     link::Waiter waiter_;
     std::uint64_t sequence_ = 0;
-    std::array<CallHeader, 64> recent_headers_{};  // by sequence number modulo the size
+    std::array<CallHeader, 64> recent_headers_{};        // by sequence number modulo the size
     std::chrono::steady_clock::time_point last_poll_{};  // when the messenger was last polled
     std::uint32_t seen_changes_ = 0;                     // the latest value of `LaneSet::changes` that was processed
     std::vector<std::uint8_t> scratch_;

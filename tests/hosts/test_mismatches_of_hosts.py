@@ -83,6 +83,22 @@ def test_calls_that_do_not_fit_are_named_on_every_rank(hosts):
             assert took_s < SOON_S
 
 
+def broadcast_from_two_roots() -> str:
+    dist.init_process_group()
+    dist.barrier()
+    with pytest.raises(dist.CollectiveMismatchError) as caught:
+        dist.broadcast(torch.ones(4), rank())  # each root completes the call once its tensor is sent
+        dist.all_gather([torch.empty(3) for _ in range(2)], torch.ones(3))
+    return str(caught.value)
+
+
+def test_two_roots_of_a_broadcast_are_both_named(hosts):
+    for message in hosts(2, 1)(broadcast_from_two_roots):
+        assert "rank 0 (h0, pid " in message and "broadcast(float32, 4 elements, root 0) as call" in message, message
+        assert "rank 1 (h1, pid " in message and "broadcast(float32, 4 elements, root 1) as call" in message, message
+        assert "all_gather" not in message, message
+
+
 def split_wrongly() -> str:
     dist.init_process_group()
     rows = [2, 2, 2]

@@ -7,6 +7,7 @@ in other calls, and the ranks that block all others. `RankIdentity` and `Process
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -360,14 +361,16 @@ def _mismatch(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIde
             f"{me}: all_to_all's splits do not match: {members[outcome.split_from]} sends {outcome.split_sent} bytes "
             f"to {members[outcome.split_to]}, which expects {outcome.split_expected}. {advice}"
         )
-    latest = max((call[0] for call in outcome.calls), default=0)
-    calls: dict[int, str] = {}
-    for rank, (header, algorithm) in enumerate(zip(outcome.calls, outcome.algorithms, strict=False)):
-        if outcome.reporter >= 0 and header[0] != latest:
-            continue  # earlier calls are unrelated to the mismatch
-        calls[rank] = f"{describe_call(header)}{_by_algorithm(algorithm)}"
-    described = describe_ranks(calls, members, "{} called {}")
-    return CollectiveMismatchError(f"{me}: the ranks' calls do not match: {described}. {advice}")
+    calls = dict(enumerate(zip(outcome.calls, outcome.algorithms, strict=False)))
+    if outcome.reporter >= 0:
+        calls = {rank: called for rank, called in calls.items() if called[0][0]}
+        alternatives = Counter(header[0] for header, _ in set(calls.values()))
+        differing = max((number for number, count in alternatives.items() if count > 1), default=None)
+        if differing is not None:  # all other calls are unrelated to the mismatch
+            calls = {rank: called for rank, called in calls.items() if called[0][0] == differing}
+    described = {rank: f"{describe_call(call)}{_by_algorithm(algorithm)}" for rank, (call, algorithm) in calls.items()}
+    clauses = describe_ranks(described, members, "{} called {}")
+    return CollectiveMismatchError(f"{me}: the ranks' calls do not match: {clauses}. {advice}")
 
 
 def _by_algorithm(algorithm: int) -> str:

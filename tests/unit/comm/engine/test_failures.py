@@ -9,7 +9,10 @@ import sys
 
 import pytest
 
-from paceline.comm.engine.failures import ProcessIdentity
+from paceline.comm.engine.channel import NO_REDUCTION, CallFailure, HeaderFields, OutcomeCode
+from paceline.comm.engine.failures import ProcessIdentity, RankIdentity, to_error
+from paceline.comm.record.layout import DTYPES
+from paceline.comm.schedule.steps import Operation
 
 ELSEWHERE = ProcessIdentity("another boot/1/2", 4321, 99)
 
@@ -49,3 +52,20 @@ def test_a_later_process_of_the_same_number_is_another_one():
 
 def test_a_process_of_another_namespace_is_not_judged():
     assert ELSEWHERE.has_ended() is None
+
+
+def test_a_mismatch_shows_the_calls_with_the_number_at_which_they_differ():
+    members = [RankIdentity(rank, "here", 100 + rank) for rank in range(3)]
+    roots = [(93, Operation.BROADCAST, DTYPES.index("float32"), NO_REDUCTION, root, 4) for root in range(2)]
+    later = (94, Operation.BARRIER, 0, NO_REDUCTION, -1, 0)
+
+    def message(*calls: HeaderFields) -> str:
+        outcome = CallFailure(OutcomeCode.MISMATCH, reporter=0, calls=calls, algorithms=[0] * 3)
+        return str(to_error(outcome, members, 0, "barrier()"))
+
+    of_roots = message(*roots, later)
+    assert "root 0) as call 93; rank 1 (here, pid 101) called broadcast(float32, 4 elements, root 1)" in of_roots
+    assert "barrier" not in of_roots
+    of_two = message(roots[0], later, (0, 0, 0, 0, -1, 0))  # their numbers differ, so both are shown
+    assert "root 0) as call 93; rank 1 (here, pid 101) called barrier() as call 94" in of_two
+    assert "rank 2" not in of_two

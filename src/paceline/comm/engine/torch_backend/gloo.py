@@ -237,8 +237,8 @@ class GlooEngine(LibraryEngine):
         except RuntimeError as error:
             raise RendezvousTimeoutError(
                 f"{diagnosis.members[diagnosis.rank]}: gloo did not connect the ranks "
-                f"[{and_more(ranks, _MOST_NAMED)}] within {timeout_s:.0f} s ({error}); check the route and the firewall between the hosts, or choose an "
-                f"interface with {IFACE_VARIABLE}"
+                f"[{and_more(ranks, _MOST_NAMED)}] within {timeout_s:.0f} s ({error}); check the route and "
+                f"the firewall between the hosts, or choose an interface with {IFACE_VARIABLE}"
             ) from error
         return self._keep(GlooChannel(group, store, diagnosis, algorithm), GlooMessages(group, diagnosis))
 
