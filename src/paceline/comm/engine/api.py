@@ -196,7 +196,6 @@ _ENGINES: Mapping[str, _Entry] = {
 }
 _FOR_CPU = "paceline"
 _STAGE = ("paceline", "gloo")  # engines for CPU tensors that can also transfer staged accelerator tensors
-_FOR_OTHERS = {"cuda": "nccl"}
 _FORM = "to choose one engine per device type, write 'cpu:paceline,cuda:nccl'"
 
 
@@ -232,8 +231,10 @@ def choose(backend: str | None) -> BackendChoice:
     """
     chosen: dict[str, str] = {}
     if backend is None:
-        usable = [name for device_type, name in _FOR_OTHERS.items() if _is_usable(device_type, name)]
-        chosen = {"cpu": _FOR_CPU} | {_ENGINES[name].device_type: name for name in usable}
+        # Unlike `torch.cuda.is_available`, `device_count` does not initialize the driver, which CPU jobs do not need.
+        chosen = {"cpu": _FOR_CPU}
+        if torch.cuda.device_count() and missing_piece("nccl") is None:
+            chosen["cuda"] = "nccl"
         return BackendChoice(_spelled(chosen), chosen, is_default=True)
     for part in backend.lower().split(","):
         device_type, _, name = part.strip().rpartition(":")
@@ -311,10 +312,6 @@ def launcher_rendezvous(backend: BackendChoice, rank: int) -> Callable[[float], 
             require(name, rank)
             return cast("Callable[[float], RendezvousResult]", importlib.import_module(entry.module).perform_rendezvous)
     return None
-
-
-def _is_usable(device_type: str, name: str) -> bool:
-    return device_type == "cuda" and torch.cuda.is_available() and missing_piece(name) is None
 
 
 def _accelerators() -> list[str]:

@@ -33,7 +33,7 @@ def set_torch_default_backend() -> None:
 
     On a machine with a GPU, torch's default remains unchanged.
     """
-    if not torch_dist.is_available() or torch.cuda.is_available():
+    if not torch_dist.is_available() or torch.cuda.device_count():  # which, unlike `is_available`, asks only NVML
         return
     defaults = torch_dist.Backend.default_device_backend_map
     if _OURS in torch_dist.Backend.backend_list and defaults.get("cpu") == _TORCHS:

@@ -503,6 +503,7 @@ def _first_line(error: Exception) -> str:
 
 
 _WATCH_INTERVAL_S = 0.05
+_POOLED_STREAMS = 32  # PyTorch returns the streams of a device and priority in rotation
 
 
 class CallWatch:
@@ -516,8 +517,17 @@ class CallWatch:
         self._thread.start()
 
     def add(self, calls: CallStream) -> None:
-        """Starts watching `calls`."""
+        """Starts watching `calls`. Warns if its device now has more call streams than PyTorch has streams."""
         self._streams = [*self._streams, calls]
+        device = calls.stream.device
+        if sum(stream.stream.device == device for stream in self._streams) == _POOLED_STREAMS + 1:
+            logging.getLogger(__name__).warning(
+                "more than %s groups and directions of messages are open on %s, which is the number of streams that "
+                "PyTorch provides. Calls in groups that share a stream wait for each other, and can time out if ranks "
+                "make them in different orders: destroy groups that are not needed, or create fewer",
+                _POOLED_STREAMS,
+                device,
+            )
 
     def remove(self, calls: CallStream) -> None:
         """Stops watching `calls`."""
@@ -535,6 +545,7 @@ class CallWatch:
         self._thread.join()
 
     def _run(self) -> None:
+        failing = set[int]()  # the ids of streams whose errors have been logged
         while True:
             self._called.wait()
             self._called.clear()  # cleared before the pause, since `close` may be called at any time
@@ -544,8 +555,11 @@ class CallWatch:
                 try:
                     if calls.look():
                         self._called.set()
+                    failing.discard(id(calls))
                 except Exception:  # the thread must continue, because it enforces all timeouts
-                    logging.getLogger(__name__).exception("a group's calls could not be checked; retrying")
+                    if id(calls) not in failing:
+                        logging.getLogger(__name__).exception("a group's calls could not be checked; retrying")
+                    failing.add(id(calls))
                     self._called.set()
 
 

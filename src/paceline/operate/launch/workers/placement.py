@@ -141,7 +141,8 @@ def count_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/
     visible = visible_devices(environment)
     if visible == []:
         return 0
-    present = len([device for device in (root / "dev").glob("nvidia[0-9]*") if device.name[6:].isdecimal()])
+    names = [device.name for driver in ("nvidia", "davinci") for device in (root / "dev").glob(f"{driver}[0-9]*")]
+    present = len([name for name in names if name.removeprefix("nvidia").removeprefix("davinci").isdecimal()])
     if not present and (root / "dev/kfd").exists():
         present = _count_amd_gpus(root)
     if not present and (root / "dev/dxg").exists():
@@ -201,11 +202,12 @@ def _text(path: Path) -> str:
     return ""
 
 
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_ASCEND_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", _ASCEND_VARIABLE, "ROCR_VISIBLE_DEVICES")
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
-    """Returns the devices in CUDA_VISIBLE_DEVICES (or AMD's variable), or None if the variable is not set."""
+    """Returns the devices in CUDA_VISIBLE_DEVICES (or in AMD's or Ascend's variable), or None if none is set."""
     for name in _VARIABLES:
         if name in environment:
             named: list[str] = []
@@ -225,7 +227,9 @@ def device_of(local_rank: int, environment: Mapping[str, str], gpus: int) -> str
     return visible[local_rank % len(visible)] if visible else str(local_rank % max(1, gpus))
 
 
-def variables_of_gpu(local_rank: int, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
+def variables_of_gpu(
+    local_rank: int, environment: Mapping[str, str], gpus: int, root: Path = Path("/")
+) -> dict[str, str]:
     """Returns the variables that hide all GPUs except the one that a rank sees as number `local_rank`.
 
     AMD's runtime prefers HIP_VISIBLE_DEVICES to CUDA_VISIBLE_DEVICES, and applies both to the GPUs that remain after
@@ -234,7 +238,8 @@ def variables_of_gpu(local_rank: int, environment: Mapping[str, str], gpus: int)
     *of_runtimes, of_driver = _VARIABLES
     names = [name for name in of_runtimes if name in environment]
     if not names:
-        names = [of_driver if of_driver in environment else of_runtimes[0]]
+        default = _ASCEND_VARIABLE if (root / "dev/davinci_manager").exists() else of_runtimes[0]
+        names = [of_driver if of_driver in environment else default]
     return dict.fromkeys(names, device_of(local_rank, environment, gpus))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,8 +203,24 @@ def test_the_watch_goes_on_after_an_error(caplog):
         raise OSError("the store has lost its connection")
 
     watch = CallWatch()
-    watch.add(SimpleNamespace(look=look))  # type: ignore[arg-type]
+    watch.add(stream_on("cpu", look))
     watch.wake()
     wait_until(lambda: len(looks) >= 3)
     watch.close()
-    assert "retrying" in caplog.text
+    assert caplog.text.count("retrying") == 1, "a lasting error is logged once"
+
+
+def stream_on(device: str, look: Callable[[], bool] = lambda: False) -> CallStream:
+    return SimpleNamespace(look=look, stream=SimpleNamespace(device=torch.device(device)))  # type: ignore[return-value]
+
+
+def test_more_call_streams_than_streams_are_announced_once(caplog):
+    watch = CallWatch()
+    for _ in range(32):
+        watch.add(stream_on("cuda:0"))
+        watch.add(stream_on("cuda:1"))
+    assert not caplog.text
+    watch.add(stream_on("cuda:0"))
+    watch.add(stream_on("cuda:0"))
+    watch.close()
+    assert caplog.text.count("more than 32 groups and directions of messages are open on cuda:0") == 1

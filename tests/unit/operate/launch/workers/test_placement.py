@@ -180,6 +180,15 @@ def test_amds_gpus_are_those_of_the_driver_that_a_container_has(tmp_path):
     assert count_gpus({"HIP_VISIBLE_DEVICES": "1"}, tmp_path) == 1
 
 
+def test_ascends_devices_are_counted_and_hidden_by_their_own_variable(tmp_path):
+    for name in ("davinci0", "davinci1", "davinci2", "davinci_manager"):
+        write(tmp_path, f"dev/{name}", "")
+    assert count_gpus({}, tmp_path) == 3
+    assert count_gpus({"ASCEND_RT_VISIBLE_DEVICES": "0,2"}, tmp_path) == 2
+    assert variables_of_gpu(1, {}, 3, tmp_path) == {"ASCEND_RT_VISIBLE_DEVICES": "1"}
+    assert variables_of_gpu(1, {"ASCEND_RT_VISIBLE_DEVICES": "0,2"}, 2) == {"ASCEND_RT_VISIBLE_DEVICES": "2"}
+
+
 def test_the_gpus_numa_node_is_found(tmp_path):
     for name, text in (
         ("proc/driver/nvidia/gpus/0000:AB:00.0/information", "Model: x\nGPU UUID: \t GPU-5ab\nDevice Minor: \t 0\n"),
