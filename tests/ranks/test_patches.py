@@ -101,7 +101,7 @@ def test_the_variables_reach_what_a_script_starts():
     ],
 )
 def test_what_takes_the_place_of_a_backend(monkeypatch, asked, has_gpus, release, ours):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpus)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(has_gpus))
     monkeypatch.setattr(patches, "release", lambda: release)
     assert patches.in_place_of(asked) == ours
 

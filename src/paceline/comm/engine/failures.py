@@ -80,7 +80,6 @@ class ProcessIdentity:
 
     Args:
         namespace: a string that identifies the host's current boot, the PID namespace and the time namespace.
-        pid: the process id in that namespace.
         started: the start time of the process, in clock ticks of that namespace.
     """
 
@@ -245,9 +244,6 @@ def to_error(
     """Returns the error for `outcome`.
 
     Args:
-        outcome: the outcome of the call.
-        members: the group's members, in the order of their group ranks.
-        group_rank: the group rank of this process.
         call: a description of this rank's call.
         lost: the consequence of the failure, as a sentence without a period.
         engine_members: the members of the engine; if empty, `members` is used.

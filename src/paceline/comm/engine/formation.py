@@ -50,11 +50,7 @@ def describe_rank(**more: str | int | None) -> str:
 def read_ranks(
     answers: Sequence[bytes], rank: int
 ) -> tuple[tuple[RankIdentity, ...], list[dict[str, str | int | None]]]:
-    """Parses the ranks' descriptions; returns the members, and all fields in each description.
-
-    Args:
-        answers: the descriptions in rank order.
-        rank: the rank of this process.
+    """Parses the ranks' descriptions, in rank order; returns the members, and all fields in each description.
 
     Raises:
         RendezvousError: the ranks run different versions; the message lists them.
@@ -95,11 +91,8 @@ def _require_same_version(entries: Sequence[Mapping[str, Any]], rank: int) -> No
 
 
 def _name(entry: Mapping[str, Any], rank: int) -> str:
-    return (
-        str(RankIdentity(rank, str(entry["host"]), int(entry["pid"])))
-        if {"host", "pid"} <= {*entry}
-        else f"rank {rank}"
-    )
+    known = {"host", "pid"} <= {*entry}
+    return str(RankIdentity(rank, str(entry["host"]), int(entry["pid"]))) if known else f"rank {rank}"
 
 
 _INIT = "engine"
@@ -114,8 +107,6 @@ class Formation:
     """A context manager for the formation of one group; publishes an error raised in its body to the other ranks.
 
     Args:
-        store: the store used for the rendezvous.
-        rank, world_size: this rank and the number of ranks.
         what: a name or number that is the same on all members and unique to the group; None for the default group,
             whose store may shut down with this rank.
     """
@@ -184,11 +175,7 @@ class Formation:
             raise self._without(lost)
 
     def await_news(self) -> None:
-        """Calls `look` repeatedly until any report about a lost rank must have arrived.
-
-        Raises:
-            RendezvousError: a rank gave up or died.
-        """
+        """Calls `look` repeatedly until any report about a lost rank must have arrived."""
         self.look(_NEWS_DELAY_S)
 
     def __enter__(self) -> Formation:

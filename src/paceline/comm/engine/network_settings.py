@@ -18,8 +18,9 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from paceline.comm.one_port.dialer import DEFAULT_ROUTE_TARGETS, source_address
 from paceline.comm.schedule.algorithms import ALGORITHMS
@@ -126,11 +127,7 @@ def set_congestion_control(connection: Connection) -> None:
 
 
 def require_control(name: str) -> None:
-    """Checks that the kernel supports the congestion control and permits this user to set it.
-
-    Raises:
-        ValueError: the kernel does not support the congestion control, or does not permit this user to set it.
-    """
+    """Raises a ValueError unless the kernel supports the congestion control and permits this user to set it."""
     with socket.socket() as connection:
         _choose(connection, name)
 
@@ -182,30 +179,13 @@ def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) ->
         return None
     described = parse_network(text)
     try:
-        network = Network.of_costs(model, tuple(map(tuple, hosts)))
-        return replace(
-            network,
-            node=described.node or network.node,
-            nodes=described.nodes,
-            pairs=described.pairs,
-            groups=described.groups,
-        )
+        return replace(Network.of_costs(model, tuple(map(tuple, hosts))), **described)
     except (ValueError, TypeError) as error:
         raise _wrong(text, error) from error
 
 
-@dataclass(frozen=True)
-class DescribedLinks:
-    """The links described by PACELINE_NETWORK, not yet matched with the job's hosts; see `read_network`."""
-
-    node: NetworkLink | None
-    nodes: Mapping[int, NetworkLink]
-    pairs: Mapping[tuple[int, int], NetworkLink]
-    groups: tuple[UplinkGroup, ...]
-
-
-def parse_network(text: str) -> DescribedLinks:
-    """Parses the value of PACELINE_NETWORK.
+def parse_network(text: str) -> dict[str, Any]:
+    """Parses the value of PACELINE_NETWORK; returns the fields of `Network` that it sets.
 
     Raises:
         ValueError: the text is malformed.
@@ -214,15 +194,15 @@ def parse_network(text: str) -> DescribedLinks:
         data = json.loads(text)
         if not isinstance(data, dict) or not set(data) <= {"node", "nodes", "pairs", "groups"}:
             raise ValueError("its keys must be node, nodes, pairs or groups")
-        return DescribedLinks(
-            node=_link(data["node"]) if "node" in data else None,
-            nodes={_host(host): _link(link) for host, link in data.get("nodes", {}).items()},
-            pairs=_pairs(data.get("pairs", {})),
-            groups=tuple(
+        fields = {
+            "nodes": {_host(host): _link(link) for host, link in data.get("nodes", {}).items()},
+            "pairs": _pairs(data.get("pairs", {})),
+            "groups": tuple(
                 UplinkGroup(name, tuple(map(_host, members)), _link(uplink))
                 for name, (members, uplink) in data.get("groups", {}).items()
             ),
-        )
+        }
+        return fields | ({"node": _link(data["node"])} if "node" in data else {})
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _wrong(text, error) from error
 
@@ -252,7 +232,6 @@ def _pairs(described: Mapping[str, str]) -> dict[tuple[int, int], NetworkLink]:
     return found
 
 
-ALGORITHM_NAMES = tuple(ALGORITHMS)
 ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
 COSTS_VARIABLE = "PACELINE_COSTS"
 STREAMS_VARIABLE = "PACELINE_STREAMS"
@@ -270,25 +249,17 @@ UNMEASURED = CostModel(LinkCost(2e-6, 1e-10), LinkCost(3e-5, 5e-10), 1e-10)
 
 
 def known_algorithm(algorithm: str | None) -> str | None:
-    """Returns `algorithm` if it exists or is None. (None denotes the fastest algorithm.)
-
-    Raises:
-        ValueError: there is no such algorithm.
-    """
-    if algorithm is not None and algorithm not in ALGORITHM_NAMES:
+    """Returns `algorithm`, which may be None for the fastest one; raises a ValueError if there is no such algorithm."""
+    if algorithm is not None and algorithm not in ALGORITHMS:
         raise ValueError(
             f"the algorithm is {algorithm!r} (an argument, or {ALGORITHM_VARIABLE}); it must be one of "
-            f"{', '.join(ALGORITHM_NAMES)}, or unset to use the fastest"
+            f"{', '.join(ALGORITHMS)}, or unset to use the fastest"
         )
     return algorithm
 
 
 def parse_costs(text: str) -> CostModel:
-    """Parses the value of PACELINE_COSTS.
-
-    Raises:
-        ValueError: the text is malformed.
-    """
+    """Parses the value of PACELINE_COSTS; raises a ValueError if it is malformed."""
     try:
         data = json.loads(text)
         # The third cost of a link is optional, and null in the costs that rank 0 publishes.
@@ -305,11 +276,7 @@ def parse_costs(text: str) -> CostModel:
 
 
 def parse_streams(text: str) -> int:
-    """Parses the value of PACELINE_STREAMS, the number of connections between two hosts.
-
-    Raises:
-        ValueError: the text is not a number in the permitted range.
-    """
+    """Parses the value of PACELINE_STREAMS, the number of connections between two hosts, or raises a ValueError."""
     streams = whole_number(text, least=1, most=_MOST_STREAMS)
     if streams is None:
         raise ValueError(f"{STREAMS_VARIABLE} is {short_repr(text)}; it must be a number from 1 to {_MOST_STREAMS}")

@@ -48,17 +48,13 @@ def open_two_levels(
     timeout_s: float,
     identity: int,
 ) -> OpenGroup:
-    """Opens the group of `ranks`, given as ranks in the default group; see `Engine.open_group`.
+    """Opens the group of `ranks`; see `Engine.open_group`. All ranks are ranks in the default group.
 
     Args:
         inside: the engine that connects all ranks and reduces within each host.
         outside: the engine that connects the hosts' leaders.
-        store: the store that the ranks share.
-        rank: this process's rank in the default group.
-        ranks: the members' ranks in the default group.
-        hosts: the ranks in the default group on each host.
+        hosts: the ranks on each host.
         timeout_s: the time that each engine waits for the other ranks, in seconds.
-        identity: the group's number, which is the same on all its members and new for each group.
     """
     by_host = [[group_rank for group_rank, rank in enumerate(ranks) if rank in host] for host in hosts]
     by_host = [host for host in by_host if host]
@@ -89,7 +85,6 @@ class TwoLevelChannel(SerialChannel):
     """Reduces and broadcasts through the leaders.
 
     Args:
-        diagnosis: the object that determines why a call failed.
         whole: the channel that connects all ranks and runs all other operations.
         hosts: the group ranks on each host.
         within: the group of this host's ranks.

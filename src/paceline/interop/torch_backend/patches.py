@@ -85,7 +85,7 @@ def in_place_of(asked: str) -> str | None:
     devices = dict(c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map())
     if devices.get("cpu") != _GLOO:
         return None
-    of_gpus = devices.get("cuda") if torch.cuda.is_available() else None
+    of_gpus = devices.get("cuda") if torch.cuda.device_count() else None
     if of_gpus is None:
         return _OURS
     if release() >= _MIXES_FROM:

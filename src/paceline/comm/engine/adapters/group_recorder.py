@@ -186,7 +186,6 @@ class RecordedWork:
         recording within about 20 ms.
 
         Args:
-            device: the device that runs the operation.
             reached: a timing event recorded after the program's preceding work.
             ended: a timing event recorded after the operation, or None if `end_behind` sets it later.
         """
@@ -243,12 +242,7 @@ class RecordedWork:
 
 
 class GroupRecorder:
-    """Records calls and messages under the serial number `group`; records nothing while `group` is 0.
-
-    Args:
-        members: the group's members, in the order of their group ranks.
-        rank: the group rank of this process.
-    """
+    """Records calls and messages under the serial number `group`; records nothing while `group` is 0."""
 
     def __init__(self, members: Sequence[RankIdentity], rank: int) -> None:
         self.group = 0

@@ -86,14 +86,7 @@ def await_members(
     """Waits until all members of a group have opened it.
 
     An engine calls this before its library waits for the members, because the library has no timeout or cannot report
-    which rank is missing.
-
-    Args:
-        context: the engine's context.
-        name: the group's name in the store.
-        members: the group's members, in the order of their group ranks.
-        group_rank: the group rank of this process.
-        timeout_s: the time to wait, in seconds.
+    which rank is missing. `name` is the group's name in the store.
 
     Raises:
         RendezvousError: a member gave up, died or left.
@@ -139,19 +132,13 @@ class _WaitChain:
     A rank publishes the ranks that it is waiting for only while it diagnoses its own timeout. Ranks that wait for each
     other are therefore detected only if their calls time out at about the same time.
 
-    Args:
-        store: the store that the ranks share.
-        rank: this process's rank in the default group.
+    All ranks are ranks in the default group.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
-        self._key = self._key_of(rank)
+        self._key = f"waiting/{rank}"
         self._seen: dict[int, dict[str, str]] = {}
-
-    @staticmethod
-    def _key_of(rank: int) -> str:
-        return f"waiting/{rank}"
 
     @contextlib.contextmanager
     def published(self, awaited: Mapping[int, str]) -> Iterator[None]:
@@ -187,7 +174,7 @@ class _WaitChain:
             rank = pending.pop()
             if rank in waiting or rank in others:
                 continue
-            key = self._key_of(rank)
+            key = f"waiting/{rank}"
             if self._store.check([key]) and (entry := self._store.get(key)):
                 self._seen[rank] = json.loads(entry)
             if rank not in self._seen:
@@ -202,11 +189,9 @@ class _WaitChain:
 class FailureDiagnosis:
     """Determines why a call failed, by comparing this rank's latest calls with those published by the other ranks.
 
-    Args:
-        store: the store that the ranks share.
-        identity: the group's number, which is the same on all its members.
+    Attributes:
         members: the group's members, in the order of their group ranks.
-        group_rank: the group rank of this process.
+        rank: the group rank of this process.
     """
 
     def __init__(self, store: Store, identity: int, members: Sequence[RankIdentity], group_rank: int) -> None:
@@ -239,7 +224,8 @@ class FailureDiagnosis:
         if not said:
             return self._timed_out(silent if is_store_there else (), waited_ns, waits, patience_s=0.0)
         if silent:
-            return CallFailure(OutcomeCode.PEER_LOST, said, gone=silent, seen=_silence(said))
+            seen = f"did not answer for {_PATIENCE_S:g} s, after the library reported {said!r}"
+            return CallFailure(OutcomeCode.PEER_LOST, said, gone=silent, seen=seen)
         return CallFailure(OutcomeCode.REFUSED, said)
 
     def about_message(self, peer: int, said: str, waited_ns: int) -> CallFailure:
@@ -323,10 +309,6 @@ class FailureDiagnosis:
         return self._store.check([self._keys[rank]]) and self._store.get(self._keys[rank]) == _LEFT.encode()
 
 
-def _silence(said: str) -> str:
-    return f"did not answer for {_PATIENCE_S:g} s, after the library reported {said!r}"
-
-
 def _calls(answer: str | None) -> dict[int, HeaderFields]:
     """Returns a rank's latest calls, by sequence number."""
     if answer is None or answer == _LEFT:
@@ -344,11 +326,7 @@ def _first_difference(histories: Sequence[Mapping[int, HeaderFields]]) -> list[H
 
 
 class LibraryEngine:
-    """Base class for engines that wrap a library; subclasses add `name` and `open_group`. See `engine.api.Engine`.
-
-    Args:
-        context: the ranks, their store and this rank.
-    """
+    """Base class for engines that wrap a library; subclasses add `name` and `open_group`. See `engine.api.Engine`."""
 
     name: str
 

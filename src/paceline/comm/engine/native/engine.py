@@ -20,7 +20,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.engine.api import EngineContext, KnownCosts, OpenGroup
-from paceline.comm.engine.channel import ITEM_SIZES, WIRE_CODES, CollectiveCall, EngineChannel, Messages
+from paceline.comm.engine.channel import ITEM_SIZES, WIRE_CODES, CollectiveCall, EngineChannel
 from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.formation import Formation
 from paceline.comm.engine.native.bootstrap import join
@@ -225,7 +225,6 @@ class HostRanks:
 
 # The size of a slot; each rank has four slots in each group. Tensor parts of this size stay in the L2 cache.
 SLOT_BYTES = 128 << 10
-_DEFAULT_STREAMS = 1
 _MOST_NAMED = 8  # maximum number of ranks in an error message
 _START = "native"  # the formation's name, if the engine starts after the default group has formed
 _LINKS = 1 << 63  # flag that distinguishes the id of a group's rings from the id of its slots
@@ -255,42 +254,28 @@ class NativeEngine:
 
     Args:
         formation: the default group's formation; its store also serves the formation of later groups.
-        timeout_s: the time to wait for the other ranks, in seconds.
-        peer: the host of the rendezvous, if it is known.
-        interface: the interface or address to which other hosts connect; see `own_address`.
-        algorithm: the algorithm to force for every collective that it implements, even among ranks on one host.
-        known_costs: the link costs measured by earlier engines, to which this engine adds its own.
+        context: the engine's context, whose algorithm applies even among ranks on one host.
 
     Raises:
-        ValueError: `algorithm` or `interface` does not exist.
+        ValueError: the algorithm or the interface does not exist.
         RendezvousError, AuthenticationError: see `join` and `connect`.
     """
 
     name = "paceline"
 
-    def __init__(
-        self,
-        formation: Formation,
-        timeout_s: float,
-        *,
-        peer: str | None = None,
-        interface: str | None = None,
-        algorithm: str | None = None,
-        known_costs: KnownCosts | None = None,
-    ) -> None:
+    def __init__(self, formation: Formation, context: EngineContext) -> None:
         self._formation = formation
         self._store = formation.store
-        self._algorithm = known_algorithm(algorithm or os.environ.get(ALGORITHM_VARIABLE) or None)
-        self._streams = _streams()
-        self._peer = peer
-        self._interface = interface
+        self._algorithm = known_algorithm(context.algorithm or os.environ.get(ALGORITHM_VARIABLE) or None)
+        self._streams = parse_streams(os.environ.get(STREAMS_VARIABLE, "1"))
+        self._peer, self._interface = context.peer, context.interface
         self._groups: list[NativeGroup] = []
         self._closed: set[str] = set()  # addresses of machines that do not accept connections
         self._costs: CostModel | None = None
         self._network: Network | None = None
-        self._known_costs = KnownCosts() if known_costs is None else known_costs
+        self._known_costs = KnownCosts() if context.costs is None else context.costs
         settings = {"algorithm": self._algorithm, STREAMS_VARIABLE: self._streams}
-        self._topology, self._mesh = join(formation, settings, timeout_s)
+        self._topology, self._mesh = join(formation, settings, context.timeout_s)
         formation.watch(self._gone)
 
     @property
@@ -311,12 +296,7 @@ class NativeEngine:
         algorithm: str | None = None,
         device: torch.device | None = None,
     ) -> NativeGroup:
-        """Opens a group; see `engine.api.Engine`.
-
-        Raises:
-            RendezvousTimeoutError: a member did not open the group in time.
-            RendezvousError, AuthenticationError: see `connect`.
-        """
+        """Opens a group; see `engine.api.Engine`. Also raises the errors of `connect`."""
         algorithm = known_algorithm(algorithm) or self._algorithm
         if self._formation.is_open:
             return self._open(self._formation, ranks, timeout_s, algorithm, identity)
@@ -353,8 +333,11 @@ class NativeEngine:
             if len(hosts) > 1 or algorithm is not None:
                 if self._costs is None:
                     measurable = len(hosts) > 1 and len(ranks) == len(topology.members)
-                    agreed = self._agree_on_costs(formation, links, timeout_s) if measurable else (UNMEASURED, None)
-                    self._costs, self._network = agreed
+                    self._costs, self._network = (
+                        agree_on_costs(formation, topology, links, self._known_costs, timeout_s)
+                        if measurable
+                        else (UNMEASURED, None)
+                    )
                 network = self._network.among(ranks) if self._network is not None and len(hosts) > 1 else None
                 channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm, network)
             else:
@@ -374,11 +357,6 @@ class NativeEngine:
             group.close()
         self._groups.clear()
         self._mesh.close()
-
-    def _agree_on_costs(
-        self, formation: Formation, links: Messages, timeout_s: float
-    ) -> tuple[CostModel, Network | None]:
-        return agree_on_costs(formation, self._topology, links, self._known_costs, timeout_s)
 
     def _gone(self) -> RankIdentity | None:
         """Returns a rank on this host or in the default group that is known to have died or left, or None."""
@@ -407,15 +385,4 @@ def missing_piece(name: str) -> None:
 def start(name: str, context: EngineContext) -> NativeEngine:
     """Starts the engine, which connects this rank to the other ranks on its host; see `engine.api.EngineModule`."""
     with context.forming(_START) as formation:
-        return NativeEngine(
-            formation,
-            context.timeout_s,
-            peer=context.peer,
-            interface=context.interface,
-            algorithm=context.algorithm,
-            known_costs=context.costs,
-        )
-
-
-def _streams() -> int:
-    return parse_streams(os.environ.get(STREAMS_VARIABLE, str(_DEFAULT_STREAMS)))
+        return NativeEngine(formation, context)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -28,23 +28,8 @@ TorchWork: TypeAlias = Any
 """A `torch.distributed.Work`."""
 
 
-class FlatTensor(Protocol):
-    """The pieces of a tensor as one flat tensor, which is a copy unless the pieces are adjacent."""
-
-    def copy_in(self) -> FlatTensor:
-        """Fills the copy, if there is one, and returns this tensor."""
-        ...
-
-    def copy_out(self) -> None:
-        """Writes the copy, if there is one, back to the pieces."""
-
-    def tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Returns the flat tensor, viewed as `dtype`."""
-        ...
-
-
 class DeviceBuffer:
-    """A `FlatTensor` on a device, with copies on the current stream; see `schedule_executor.FlatBuffer`."""
+    """A `schedule_executor.FlatBuffer` on a device, with copies on the current stream."""
 
     def __init__(self, pieces: Iterable[Pieces], device: torch.device) -> None:
         pieces = list(pieces)
@@ -78,6 +63,10 @@ class DeviceBuffer:
 
     def _parts(self) -> list[torch.Tensor]:
         return list(self._flat.split([piece.numel() for piece in self._pieces]))
+
+
+FlatTensor: TypeAlias = FlatBuffer | DeviceBuffer
+"""The pieces of a tensor as one flat tensor, which is a copy unless the pieces are adjacent."""
 
 
 class TorchReduction(NamedTuple):
@@ -176,19 +165,22 @@ def start_barrier(group: TorchGroup, timeout: timedelta) -> TorchWork:
     return group.barrier(options)
 
 
-def _configure(options: Any, settings: CallSettings) -> None:
+def _configured(options: Any, call: CollectiveCall, settings: CallSettings) -> Any:
     if settings.timeout is not None:
         options.timeout = settings.timeout
     # Since release 2.8, PyTorch's process groups run such a call on the current stream. Other calls run on a stream of
     # the group, and two events order this stream and the current one.
     if settings.device.type != "cpu" and hasattr(options, "asyncOp"):
         options.asyncOp = False
+    if call.root >= 0:
+        options.rootRank = call.root
+    if settings.reduction is not None:
+        options.reduceOp = settings.reduction.op
+    return options
 
 
 def _broadcast(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
-    options = c10d.BroadcastOptions()
-    _configure(options, settings)
-    options.rootRank = call.root
+    options = _configured(c10d.BroadcastOptions(), call, settings)
     buffer = settings.buffer(call.outputs)
     if settings.rank == call.root:
         return StartedCall(group.broadcast([buffer.copy_in().tensor()], options))
@@ -197,18 +189,14 @@ def _broadcast(group: TorchGroup, call: CollectiveCall, settings: CallSettings) 
 
 def _all_reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
     assert settings.reduction is not None
-    options = c10d.AllreduceOptions()
-    _configure(options, settings)
-    options.reduceOp = settings.reduction.op
+    options = _configured(c10d.AllreduceOptions(), call, settings)
     buffer = settings.buffer(call.outputs).copy_in()
     return StartedCall(group.allreduce([buffer.tensor(settings.reduction.dtype)], options), [buffer])
 
 
 def _reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
     assert settings.reduction is not None
-    options = c10d.ReduceOptions()
-    _configure(options, settings)
-    options.reduceOp, options.rootRank = settings.reduction.op, call.root
+    options = _configured(c10d.ReduceOptions(), call, settings)
     buffer = settings.buffer(call.outputs).copy_in()
     values = buffer.tensor(settings.reduction.dtype)
     if settings.rank == call.root:
@@ -217,17 +205,14 @@ def _reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> 
 
 
 def _all_gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
-    options = c10d.AllgatherOptions()
-    _configure(options, settings)
+    options = _configured(c10d.AllgatherOptions(), call, settings)
     output = settings.buffer(call.outputs)
     given = settings.buffer(call.inputs).copy_in()
     return StartedCall(group._allgather_base(output.tensor(), given.tensor(), options), [output])
 
 
 def _gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
-    options = c10d.GatherOptions()
-    _configure(options, settings)
-    options.rootRank = call.root
+    options = _configured(c10d.GatherOptions(), call, settings)
     outputs = [settings.buffer([pieces]) for pieces in call.outputs]
     given = settings.buffer(call.inputs).copy_in().tensor()
     written = [[output.tensor() for output in outputs]] if outputs else []
@@ -235,9 +220,7 @@ def _gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> 
 
 
 def _scatter(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
-    options = c10d.ScatterOptions()
-    _configure(options, settings)
-    options.rootRank = call.root
+    options = _configured(c10d.ScatterOptions(), call, settings)
     inputs = [settings.buffer([pieces]).copy_in() for pieces in call.inputs]
     output = settings.buffer(call.outputs)
     read = [[given.tensor() for given in inputs]] if inputs else []
@@ -246,17 +229,14 @@ def _scatter(group: TorchGroup, call: CollectiveCall, settings: CallSettings) ->
 
 def _reduce_scatter(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
     assert settings.reduction is not None
-    options = c10d.ReduceScatterOptions()
-    _configure(options, settings)
-    options.reduceOp = settings.reduction.op
+    options = _configured(c10d.ReduceScatterOptions(), call, settings)
     given = settings.buffer(call.inputs).copy_in().tensor(settings.reduction.dtype)
     output = settings.buffer(call.outputs)
     return StartedCall(group._reduce_scatter_base(output.tensor(settings.reduction.dtype), given, options), [output])
 
 
 def _all_to_all(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
-    options = c10d.AllToAllOptions()
-    _configure(options, settings)
+    options = _configured(c10d.AllToAllOptions(), call, settings)
     sent, received = ([sum(pieces[1::2]) for pieces in side] for side in (call.inputs, call.outputs))
     given = settings.buffer(call.inputs).copy_in().tensor()
     output = settings.buffer(call.outputs)

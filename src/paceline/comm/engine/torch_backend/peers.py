@@ -33,13 +33,11 @@ _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class RankProgress:
-    """Publishes this rank's latest calls, at most twice a second, and reads those of the other ranks.
+    """Publishes this rank's latest calls (up to `kept`), at most twice a second, and reads those of the other ranks.
 
     Args:
         store: a store for the exclusive use of this object.
         index: the index of this rank in the process group.
-        size: the number of ranks.
-        kept: the number of recent calls to publish for comparison.
     """
 
     def __init__(self, store: Store, index: int, size: int, kept: int = 64) -> None:
@@ -163,9 +161,7 @@ def exchange_peers(
 
     Args:
         store: a store for the exclusive use of this exchange.
-        members: the ranks in the communicator, in order.
         index: the index of this rank in `members`.
-        mine: this rank's process and device.
         deadline: the value of `time.monotonic()` at which to give up.
         stopped: a function that is polled during the wait; the wait ends when it returns True.
 
@@ -224,7 +220,6 @@ class PeerWatch:
     """Watches the other ranks' processes.
 
     Args:
-        peers: the ranks' processes.
         index: the index of this rank in `peers`.
         has_exited: a function that returns True if, according to the store, the rank with the given index has exited.
             It is called every five seconds for a few of the ranks on other machines.
