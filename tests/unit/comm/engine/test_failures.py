@@ -54,7 +54,7 @@ def test_a_process_of_another_namespace_is_not_judged():
     assert ELSEWHERE.has_ended() is None
 
 
-def test_a_mismatch_shows_the_calls_with_the_number_at_which_they_differ():
+def test_a_mismatch_shows_the_calls_that_differ():
     members = [RankIdentity(rank, "here", 100 + rank) for rank in range(3)]
     roots = [(93, Operation.BROADCAST, DTYPES.index("float32"), NO_REDUCTION, root, 4) for root in range(2)]
     later = (94, Operation.BARRIER, 0, NO_REDUCTION, -1, 0)

@@ -282,7 +282,7 @@ class GroupRecorder:
         return RecordedWork(recorded, nbytes, self._host[peer])
 
 
-class Recorded:
+class HasRecorder:
     """Base class for channels and messages whose operations are recorded by `_recorder`."""
 
     _recorder: GroupRecorder

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded, RecordedWork
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, HasRecorder, RecordedWork
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
 from paceline.comm.engine.adapters.schedule_executor import FlatBuffer
 from paceline.comm.engine.channel import (
@@ -34,7 +34,7 @@ from paceline.durations import LONGEST_S, event_timeout_s, to_nanoseconds
 MESSAGE_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
 
 
-class _Completion:
+class _WaitableCall:
     """Implements `channel.PendingCall` for a call or a message that another thread completes with `end`."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class _Completion:
         return self._outcome
 
 
-class WaitedMessage(_Completion):
+class WaitedMessage(_WaitableCall):
     """A message that completes only while a thread waits for it; implements `channel.PendingMessage`.
 
     Args:
@@ -154,7 +154,7 @@ class CallEnded(Exception):
         self.outcome = outcome
 
 
-class QueuedCall(_Completion):
+class QueuedCall(_WaitableCall):
     """A call in a `SerialChannel`'s queue."""
 
     def __init__(self, call: CollectiveCall, recorded: RecordedWork) -> None:
@@ -163,7 +163,7 @@ class QueuedCall(_Completion):
         self.recorded = recorded
 
 
-class SerialChannel(Recorded, EngineChannel, ABC):
+class SerialChannel(HasRecorder, EngineChannel, ABC):
     """An `EngineChannel` for which an engine needs to implement only `perform`.
 
     A failed call breaks the group, so all later calls fail with the same outcome.

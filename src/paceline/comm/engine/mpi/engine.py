@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded, RecordedWork
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, HasRecorder, RecordedWork
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis, LibraryEngine, by_host
 from paceline.comm.engine.adapters.schedule_executor import BlockTransfer, FlatBuffer, PythonExecutor, divide_average
 from paceline.comm.engine.adapters.serial_channel import (
@@ -44,7 +44,7 @@ from paceline.comm.store.tcp_store import TCPStore
 from paceline.errors import RendezvousTimeoutError
 
 
-class MpiMessages(Recorded):
+class MpiMessages(HasRecorder):
     """Messages between the ranks in a group; see `engine.channel.Messages`.
 
     Args:

@@ -30,7 +30,7 @@ from paceline.comm.engine.adapters.device_streams import (
     record_current,
     with_index,
 )
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded, RecordedWork
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, HasRecorder, RecordedWork
 from paceline.comm.engine.api import OpenGroup
 from paceline.comm.engine.channel import (
     NO_REDUCTION,
@@ -123,7 +123,7 @@ class _Chunk:
     stamp: int
 
 
-class StagedChannel(Recorded, EngineChannel):
+class StagedChannel(HasRecorder, EngineChannel):
     """Runs calls on device tensors over `inner`, in the order in which they are made; thread-safe.
 
     Args:

@@ -21,7 +21,7 @@ from paceline.comm.engine.adapters.device_streams import (
     is_capturing,
     record_current,
 )
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded, RecordedWork
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, HasRecorder, RecordedWork
 from paceline.comm.engine.channel import (
     CallFailure,
     CallOutcome,
@@ -194,7 +194,7 @@ class IncomingDeviceMessage:
         return self._copied
 
 
-class StagedMessages(Recorded, Messages):
+class StagedMessages(HasRecorder, Messages):
     """Messages with device tensors over `inner`; see `engine.channel.Messages`.
 
     Args:

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, is_capturing, record_current, with_index
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded, RecordedWork
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, HasRecorder, RecordedWork
 from paceline.comm.engine.adapters.library_engine import announce_death, announce_leave
 from paceline.comm.engine.api import EngineContext, OpenGroup
 from paceline.comm.engine.channel import (
@@ -78,7 +78,7 @@ def connect_pair(group: TorchGroup, device: torch.device, sends: bool) -> Starte
     return StartedCall(group.send([byte], 1, 0) if sends else group.recv([byte], 0, 0))
 
 
-class DeviceChannel(Recorded, EngineChannel):
+class DeviceChannel(HasRecorder, EngineChannel):
     """Enqueues one group's calls on a stream; see `engine.channel.EngineChannel`.
 
     A call returns as soon as the library has accepted it, and the program's current stream waits for the results. The
@@ -253,7 +253,7 @@ class MessageLane:
             self._watch.wake()
 
 
-class DeviceMessages(Recorded):
+class DeviceMessages(HasRecorder):
     """Messages between pairs of ranks in a group; see `engine.channel.Messages`."""
 
     def __init__(self, rank: int, open_call_stream: OpenCallStream, watch: CallWatch, recorder: GroupRecorder) -> None:

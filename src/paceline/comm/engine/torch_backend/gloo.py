@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder, Recorded
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, HasRecorder
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis, LibraryEngine, by_host
 from paceline.comm.engine.adapters.schedule_executor import PythonExecutor, divide_average, tensor_at
 from paceline.comm.engine.adapters.serial_channel import (
@@ -144,7 +144,7 @@ def _is_supported(call: CollectiveCall) -> bool:
     return call.reduce_op in _OPS and DTYPES[call.dtype] in _REDUCED
 
 
-class GlooMessages(Recorded):
+class GlooMessages(HasRecorder):
     """Messages over gloo; each begins with its dtype and length."""
 
     def __init__(self, group: c10d.ProcessGroupGloo, diagnosis: FailureDiagnosis) -> None:

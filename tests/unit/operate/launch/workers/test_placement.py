@@ -180,7 +180,7 @@ def test_amds_gpus_are_those_of_the_driver_that_a_container_has(tmp_path):
     assert count_gpus({"HIP_VISIBLE_DEVICES": "1"}, tmp_path) == 1
 
 
-def test_ascends_devices_are_counted_and_hidden_by_their_own_variable(tmp_path):
+def test_ascends_devices_have_their_own_variable(tmp_path):
     for name in ("davinci0", "davinci1", "davinci2", "davinci_manager"):
         write(tmp_path, f"dev/{name}", "")
     assert count_gpus({}, tmp_path) == 3
