@@ -12,7 +12,7 @@ from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.tensor.layers import slice_of
-from paceline.train.zero.gradient_reducer import clip
+from paceline.train.zero.gradient_reducer import clip, norm_powers, reduce_powers
 from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 
 
@@ -48,10 +48,12 @@ def clip_grad_norm_(
             gradients.append(parameter.grad)
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for group, gradients in by_group.items():
-        powers = _over_ranks(_powers(gradients, norm_type), group, norm_type)
+        powers = norm_powers(gradients, norm_type, total.device)
+        if group is not None:
+            reduce_powers(powers, norm_type, group)
         total = torch.maximum(total, powers) if norm_type == float("inf") else total + powers
-    if pipeline_group is not None:
-        total = _over_ranks(total, resolve(pipeline_group), norm_type)
+    if (stages := None if pipeline_group is None else resolve(pipeline_group)) is not None:
+        reduce_powers(total, norm_type, stages)
     norm = total if norm_type == float("inf") else total ** (1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
@@ -61,28 +63,6 @@ def clip_grad_norm_(
     clip(chain.from_iterable(by_group.values()), norm, max_norm)
     first = next((gradient for gradients in by_group.values() for gradient in gradients), total)
     return norm.to(first.device, first.dtype)
-
-
-def _powers(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Sums the absolute values raised to the power `norm_type`, or returns their maximum if `norm_type` is infinite."""
-    norms = [
-        torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        .double()
-        .cpu()
-        for gradient in gradients
-    ]
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device="cpu")
-    together = torch.stack(norms)
-    return together.max() if norm_type == float("inf") else (together**norm_type).sum()
-
-
-def _over_ranks(amount: torch.Tensor, group: ProcessGroup | None, norm_type: float) -> torch.Tensor:
-    """Returns the sum of the ranks' amounts, or their maximum if `norm_type` is infinite."""
-    if group is not None:
-        amount = amount.clone()
-        group.all_reduce(amount, ReduceOp.MAX if norm_type == float("inf") else ReduceOp.SUM)
-    return amount
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -311,15 +311,29 @@ def total_norm(
 
     The type of `device` must be the same on all ranks.
     """
-    norms = [torch.linalg.vector_norm(gradient, norm_type).double().to(device) for gradient in gradients]
-    mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
-    if norm_type == float("inf"):
-        total = mine.max()
-        group.all_reduce(total, ReduceOp.MAX)
-        return total
-    total = mine.pow(norm_type).sum()
-    group.all_reduce(total)
-    return total.pow(1 / norm_type)
+    powers = norm_powers(gradients, norm_type, device)
+    reduce_powers(powers, norm_type, group)
+    return powers if norm_type == float("inf") else powers.pow(1 / norm_type)
+
+
+def norm_powers(gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Returns the sum of the absolute values raised to the power `norm_type`, or their maximum if it is infinite.
+
+    The result is in float64 on `device`.
+    """
+    norms = [
+        torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        for gradient in gradients
+    ]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    together = torch.stack([norm.double().to(device) for norm in norms])
+    return together.max() if norm_type == float("inf") else together.pow(norm_type).sum()
+
+
+def reduce_powers(powers: torch.Tensor, norm_type: float, group: ProcessGroup) -> None:
+    """Replaces the result of `norm_powers` with the result for the gradients of all ranks."""
+    group.all_reduce(powers, ReduceOp.MAX if norm_type == float("inf") else ReduceOp.SUM)
 
 
 def clip(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
