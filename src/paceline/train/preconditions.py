@@ -73,6 +73,8 @@ def wrong_device_text(name: str, tensor: torch.Tensor, device: torch.device) -> 
 
 Entry = list[object]
 
+_MOST_NAMED = 8  # the maximum number of ranks that a message lists with each value
+
 
 @dataclass(frozen=True)
 class RankFacts:
@@ -151,13 +153,13 @@ def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int])
     raise AssertionError("descriptions whose digests differ are equal")
 
 
-def _sides(values: Sequence[str], ranks: Sequence[int], most: int = 8) -> str:
+def _sides(values: Sequence[str], ranks: Sequence[int]) -> str:
     """Formats each value with the ranks that have it, beginning with rank 0's value."""
     holders: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
     return "; ".join(
-        f"rank{'s' if len(held_by) > 1 else ''} {and_more(held_by, most)}: {value}"
+        f"rank{'s' if len(held_by) > 1 else ''} {and_more(held_by, _MOST_NAMED)}: {value}"
         for value, held_by in holders.items()
     )
 
@@ -175,9 +177,9 @@ _warned = False  # whether this process has already warned about too many thread
 def unsupported_reason(
     tracked: TrackedTensors,
     group: ProcessGroup,
-    device_ids: Sequence[torch.device] = (),
-    output_device: torch.device | None = None,
-    has_delayed: bool = False,
+    device_ids: Sequence[torch.device],
+    output_device: torch.device,
+    has_delayed: bool,
 ) -> Exception | None:
     """Returns the error that prevents the module from being wrapped, or None.
 

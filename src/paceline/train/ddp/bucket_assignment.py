@@ -86,10 +86,10 @@ def make_buckets(
 def bucket_params(
     params: Sequence[nn.Parameter],
     caps_bytes: Sequence[int],
-    left_out: Collection[int] = (),
+    left_out: Collection[int],
     *,
     order: Sequence[int] | None = None,
-    may_exceed: bool = False,
+    may_exceed: bool,
 ) -> list[Bucket]:
     """Divides `params`, except the indices in `left_out`, into buckets; each bucket has one dtype and one device.
 

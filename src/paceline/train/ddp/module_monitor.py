@@ -79,7 +79,7 @@ class ModuleMonitor:
     """
 
     def __init__(
-        self, module: nn.Module, group: ProcessGroup, also_ignored: Iterable[str] = (), *, may_leave_out: bool = False
+        self, module: nn.Module, group: ProcessGroup, also_ignored: Iterable[str], *, may_leave_out: bool
     ) -> None:
         self.tracked = collect_tracked(module, also_ignored)
         self._may_leave_out = may_leave_out

@@ -321,8 +321,8 @@ class Execution:
         transport: StageTransport,
         forms: Forms,
         inputs: Sequence[Value],
-        endings: Sequence[Ending] = (),
-        has_gradients: Callable[[Stage], None] = lambda stage: None,
+        endings: Sequence[Ending],
+        has_gradients: Callable[[Stage], None],
     ) -> None:
         self._plan = program.plan
         self._steps = program.steps[rank]

@@ -95,7 +95,7 @@ class ColwiseParallel(ParallelStyle):
             embedding.weight = divide(embedding.weight, 1)
             embedding.embedding_dim = embedding.weight.size(1)
         else:
-            raise _unfit(self, module, name, "nn.Linear or nn.Embedding")
+            raise _unfit(self, module, name)
 
 
 class RowwiseParallel(ParallelStyle):
@@ -138,7 +138,7 @@ class RowwiseParallel(ParallelStyle):
             embedding.weight = divide(embedding.weight, 0)
             embedding.num_embeddings = embedding.weight.size(0)
         else:
-            raise _unfit(self, module, name, "nn.Linear or nn.Embedding")
+            raise _unfit(self, module, name)
 
 
 class SequenceParallel(ParallelStyle):
@@ -374,9 +374,11 @@ def _require_plain(module: nn.Embedding, name: str) -> None:
         )
 
 
-def _unfit(style: ParallelStyle, module: nn.Module, name: str, wanted: str) -> TypeError:
-    kind = type(style).__name__
-    return TypeError(f"parallelize_module: {name!r} is a {type(module).__name__}; {kind} needs {wanted}")
+def _unfit(style: ParallelStyle, module: nn.Module, name: str) -> TypeError:
+    return TypeError(
+        f"parallelize_module: {name!r} is a {type(module).__name__}; {type(style).__name__} needs nn.Linear or "
+        "nn.Embedding"
+    )
 
 
 def _layout(placement: Placement | None, default: Layout, what: str) -> Layout:

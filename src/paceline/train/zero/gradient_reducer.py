@@ -125,8 +125,8 @@ class ShardedGradientReducer:
         in_order: bool,
         overlap: bool,
         joinable: Joinable,
-        reduced: Callable[[int], None] = lambda bucket: None,
-        replicas: ReplicaCheck | None = None,
+        reduced: Callable[[int], None],
+        replicas: ReplicaCheck | None,
     ) -> None:
         self._params = [its_shards[0].param for its_shards in shards]
         self._names = list(names)
