@@ -111,14 +111,13 @@ def rendezvous(
 
     url = init_method if init_method is not None else "env://"
     scheme = url.partition(":")[0].lower()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # restarted workers may find their predecessors' store
     if scheme not in BUILT_IN:
         store, rank, world_size = _store_of_handler(url, scheme, rank, world_size, timeout_s)
         _check_rank(rank, world_size)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"paceline/{attempt}/{_next_at_address(url)}"
         return _meet_at_store(store, prefix, rank, world_size, timeout_s)
     open_store: Callable[[int, int, timedelta], Store] = environment.open_store
-    attempt = "0"
     if scheme == "env":
         rank, world_size = environment.rank_and_world_size(rank, world_size)
     else:
@@ -128,10 +127,7 @@ def rendezvous(
         if environment.is_served_by_launcher(url):
             url = "env://"
         else:
-            open_store = partial(shared_store.open_store_at_url, url)
-    if open_store is environment.open_store:
-        # Restarted workers may use the same store as their predecessors.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", attempt)
+            open_store, attempt = partial(shared_store.open_store_at_url, url), "0"
     _check_rank(rank, world_size)
     prefix = f"paceline/{attempt}/{_next_at_address(url)}"
     return _meet(partial(open_store, rank, world_size), prefix, Claim.mine(rank, world_size), timeout_s)
