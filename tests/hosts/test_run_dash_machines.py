@@ -122,7 +122,7 @@ def act(path: str, token: str) -> str:
     headers = {"Authorization": f"Bearer {token}", "X-Paceline-Action": "stacks"}
     connection.request("POST", "/actions/stacks", headers=headers)
     try:
-        return json.loads(connection.getresponse().read())["said"]
+        return json.loads(connection.getresponse().read())["report"]
     finally:
         connection.close()
 

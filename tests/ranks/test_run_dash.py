@@ -132,7 +132,7 @@ def test_the_page_of_a_job_shows_its_steps_and_who_is_stuck(start, tmp_path):
         lambda told: [text for text in told["owed"] if text.startswith("rank 0 waits for rank 1 in all_reduce(float32")]
     )
     status, body = job.ask("/actions/stacks", "POST", **{"X-Paceline-Action": "stacks"})
-    assert (status, json.loads(body)) == (200, {"said": "captured the stacks of 2 workers on this machine"})
+    assert (status, json.loads(body)) == (200, {"report": "captured the stacks of 2 workers on this machine"})
     stacks = job.wait_for(lambda told: len(told["stacks"]) == 2)["stacks"]
     assert re.search(r"script\.py:\d+ in <module>", stacks[1]["text"])
 
