@@ -43,7 +43,7 @@ class DashboardLink:
 
                 self.local = LocalActivity()
                 security = "auth" if is_secret else ""
-                self._page = JobDashboard(job, security, directory, say, connection.client.send, self.local)
+                self._page = JobDashboard(job, security, directory, say, connection.client.send, self.local, workers)
         else:
             self.local = LocalActivity(is_observed=False, has_all_events=False)
 
@@ -55,14 +55,16 @@ class DashboardLink:
     @property
     def deadline_s(self) -> float | None:
         """The time (monotonic) at which `tick` must be called; None for never."""
-        return next((source.deadline_s for source in (self._page, self._feed) if source is not None), None)
+        return self._output.deadline_s if self._output is not None else None
+
+    @property
+    def _output(self) -> JobDashboard | RemoteDashboardFeed | None:
+        return self._feed if self._page is None else self._page
 
     def tick(self, now_s: float) -> None:
         """Samples the workers if a sample is due."""
-        if self._page is not None:
-            self._page.watch(now_s, self._workers)
-        elif self._feed is not None:
-            self._feed.tick(now_s)
+        if self._output is not None:
+            self._output.tick(now_s)
 
     def generation(self, world_size: int, restarts: int) -> None:
         """Displays the start or restart of workers."""
@@ -96,10 +98,8 @@ class DashboardLink:
 
     def record_exits(self) -> None:
         """Records the exits of workers that `workers` still returns, before the launcher reports the exits."""
-        if self._page is not None:
-            self._page.local.watch(self._workers())
-        elif self._feed is not None:
-            self._feed.send_sample()
+        if self._output is not None:
+            self._output.sample()
 
     def worker_ended(self, number: int, pid: int, how: str) -> None:
         """Records the exit of a worker that `workers` no longer returns, before the launcher reports it.
@@ -109,7 +109,7 @@ class DashboardLink:
         if self.local is not None:
             self.local.worker_ended(number, pid, how)
         if self._feed is not None:
-            self._feed.send_sample()
+            self._feed.sample()
 
     def over(self, outcome: str) -> None:
         """Displays the job's outcome."""

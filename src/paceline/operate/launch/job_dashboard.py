@@ -64,11 +64,13 @@ class JobDashboard:
         say: Callable[[str], None],
         send: Callable[[DashboardWatched | AskStacks], None],
         local: LocalActivity,
+        workers: Callable[[], Iterable[WatchedWorker]],
     ) -> None:
         options = job.page
         assert options is not None
-        self.local = local
-        self.deadline_s = 0.0  # time (monotonic) at which `watch` must be called
+        self._local = local
+        self._workers = workers
+        self.deadline_s = 0.0  # time (monotonic) at which `tick` must be called
         self._send = send
         self._has_others = job.rendezvous.address is not None
         self._was_watched = False
@@ -80,7 +82,7 @@ class JobDashboard:
             security=security,
             is_elastic=job.elastic is not None,
         )
-        collector = LocalCollector(self.local.notes, self._facts)
+        collector = LocalCollector(self._local.notes, self._facts)
         token = new_token()
         access = Access(token, name_of(job.run_id), frozenset(options.hosts), options.acts)
         listener = ListenAddress(options.port, options.socket).listen()
@@ -102,20 +104,20 @@ class JobDashboard:
     def seen(self, body: str) -> None:
         """Displays an update from another machine."""
         with contextlib.suppress(ValueError):  # the update may be from a different version
-            self.local.notes.leave(decode_update(body))
+            self._local.notes.leave(decode_update(body))
 
     def stalled(self, message: UserMessage) -> None:
         """Displays the cause of a stall or failure, or a notice that the job has resumed."""
         has_cause = message.is_stall or message.is_failure
         notice = StallNotice(message.text, message.blamed, (), time.monotonic(), message.is_failure)
-        self.local.notes.leave(notice if has_cause else None)
+        self._local.notes.leave(notice if has_cause else None)
 
     def generation(self, world_size: int, restarts: int) -> None:
         """Displays the start of workers, with the number of ranks and the number of restarts so far."""
         self._facts = replace(self._facts, world_size=world_size, restarts=restarts)
-        self.local.notes.leave(self._facts)
+        self._local.notes.leave(self._facts)
 
-    def watch(self, now_s: float, workers: Callable[[], Iterable[WatchedWorker]]) -> None:
+    def tick(self, now_s: float) -> None:
         """If a check is due, records which workers have started or exited, and sends pending messages."""
         if now_s < self.deadline_s:
             return
@@ -126,18 +128,22 @@ class JobDashboard:
         if self._is_asking:
             self._is_asking = False
             self._send(AskStacks())
-        self.local.watch(workers())
+        self.sample()
+
+    def sample(self) -> None:
+        """Records which workers have started or exited."""
+        self._local.watch(self._workers())
 
     def _take_stacks(self) -> str:
         """Captures the stacks of running workers. Called on a dashboard thread."""
         self._is_asking = self._has_others
-        count = self.local.take_stacks()
+        count = self._local.take_stacks()
         more = " and requested those of the other machines" if self._has_others else ""
         return f"captured the stacks of {count} workers on this machine{more}"
 
     def over(self, outcome: str) -> None:
         """Displays the job's outcome: "finished", "failed" or "stopped"."""
-        self.local.notes.leave(replace(self._facts, outcome=outcome))
+        self._local.notes.leave(replace(self._facts, outcome=outcome))
 
     def close(self) -> None:
         """Closes the dashboard; idempotent."""
@@ -146,7 +152,6 @@ class JobDashboard:
                 self._file.unlink()
         self._serving.close()
         self._collector.close()
-        self.local.close()
 
 
 class RemoteDashboardFeed:
@@ -174,9 +179,9 @@ class RemoteDashboardFeed:
         """Sends a sample if one is due."""
         if now_s >= self.deadline_s:
             self.deadline_s = now_s + _SAMPLE_INTERVAL_S
-            self.send_sample()
+            self.sample()
 
-    def send_sample(self) -> None:
+    def sample(self) -> None:
         """Samples the workers and sends the sample unless it is empty."""
         self._local.watch(self._workers())
         sample = self._collector.look()

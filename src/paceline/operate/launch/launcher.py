@@ -248,10 +248,29 @@ class Launcher(ABC):
         if signal.SIGWINCH in others and workers is not None:
             workers.resize()
         if signal.SIGTSTP in others:
-            pause(workers, self._keyboard, self._signals)
-            self._console.redraw()
+            self._pause(workers)
         for number in numbers:
             self._on_end_signal(number, workers)
+
+    def _pause(self, workers: Workers | None) -> None:
+        """Suspends the workers (each in its own session) and this process until the shell resumes this process.
+
+        While a worker is waiting for typed input, the job only resumes in the foreground, like any program that reads
+        from the terminal.
+        """
+        waits = workers is not None and workers.interactive() is not None
+        attributes = self._keyboard.attributes()
+        if workers is not None:
+            workers.signal(signal.SIGSTOP)
+        self._keyboard.restore()
+        self._signals.stop_here(signal.SIGTSTP)
+        while waits and not self._keyboard.is_ours():
+            self._signals.stop_here(signal.SIGTTIN)
+            time.sleep(0.05)
+        self._keyboard.set(attributes)
+        if workers is not None:
+            workers.signal(signal.SIGCONT)
+        self._console.redraw()
 
     def _on_end_signal(self, number: signal.Signals, workers: Workers | None) -> None:
         if self._stopped_by is not None:
@@ -284,23 +303,3 @@ class Launcher(ABC):
         if end.reason:
             self._say(end.reason)
         return end.code
-
-
-def pause(workers: Workers | None, keyboard: Keyboard, signals: Signals) -> None:
-    """Suspends the workers (each in its own session) and this process until the shell resumes this process.
-
-    While a worker is waiting for typed input, the job only resumes in the foreground, like any program that reads from
-    the terminal.
-    """
-    waits = workers is not None and workers.interactive() is not None
-    attributes = keyboard.attributes()
-    if workers is not None:
-        workers.signal(signal.SIGSTOP)
-    keyboard.restore()
-    signals.stop_here(signal.SIGTSTP)
-    while waits and not keyboard.is_ours():
-        signals.stop_here(signal.SIGTTIN)
-        time.sleep(0.05)
-    keyboard.set(attributes)
-    if workers is not None:
-        workers.signal(signal.SIGCONT)

@@ -20,6 +20,8 @@ from paceline.operate.launch.ssh.protocol import (
     LauncherReady,
     NodeAssignment,
     RendezvousAddress,
+    Signal,
+    ToLauncher,
 )
 
 _SSH_FAILED = 255
@@ -50,19 +52,11 @@ class LauncherPhase(Enum):
 
 
 @dataclass(frozen=True)
-class SendAssignment:
-    """Action: send the launcher its assignment."""
+class SendMessage:
+    """Action: send a message to the launcher."""
 
     machine: int
-    part: NodeAssignment
-
-
-@dataclass(frozen=True)
-class ForwardSignal:
-    """Action: forward a signal to the launcher."""
-
-    machine: int
-    name: str
+    message: ToLauncher
 
 
 @dataclass(frozen=True)
@@ -79,31 +73,29 @@ class ShowText:
     text: str
 
 
-Action = SendAssignment | ForwardSignal | Disconnect | ShowText
-
-
-@dataclass(frozen=True)
-class LaunchTimeouts:
-    """Time limits in seconds."""
-
-    start_s: float  # limit for starting all launchers
-    shutdown_s: float  # limit for stopping the workers
+Action = SendMessage | Disconnect | ShowText
 
 
 class RemoteLaunch:
-    """The state of all launchers. `parts` are the assignments, without the address of the rendezvous."""
+    """The state of all launchers.
+
+    `parts` are the assignments, without the address of the rendezvous. `start_s` is the time limit for starting all
+    launchers, and `shutdown_s` the limit for stopping the workers.
+    """
 
     def __init__(
         self,
         parts: Sequence[NodeAssignment],
         attempts: Sequence[LaunchAttempt],
-        limits: LaunchTimeouts,
+        start_s: float,
+        shutdown_s: float,
         now_s: float,
         is_elastic: bool = False,
     ) -> None:
         self._parts = list(parts)
         self._attempts = list(attempts)
-        self._limits = limits
+        self._start_s = start_s
+        self._shutdown_s = shutdown_s
         self._is_elastic = is_elastic  # whether the job continues when machines are lost
         self._phases = [LauncherPhase.STARTED] * len(parts)
         self._codes: list[int | None] = [None] * len(parts)
@@ -112,7 +104,7 @@ class RemoteLaunch:
         self._is_failing = False  # whether a launcher failed to start
         self._is_ending = False  # whether all launchers have been asked to exit
         self._code = 0
-        self._start_by_s: float | None = now_s + limits.start_s
+        self._start_by_s: float | None = now_s + start_s
         self._end_by_s: float | None = None  # time at which to request that the launchers exit
         self._cut_by_s: float | None = None  # time at which to disconnect launchers
 
@@ -164,7 +156,7 @@ class RemoteLaunch:
             self._code = own
         elif own != 0:
             self._code = self._code or own
-            self._end_by(now_s + (1.0 if own == WRONG_FLAGS else self._limits.shutdown_s + PATIENCE_S))
+            self._end_by(now_s + (1.0 if own == WRONG_FLAGS else self._shutdown_s + PATIENCE_S))
         if self.is_over:
             self._start_by_s = self._end_by_s = self._cut_by_s = None
 
@@ -174,18 +166,18 @@ class RemoteLaunch:
         self._code = self._code or 1
         for machine, phase in enumerate(self._phases):
             if phase is LauncherPhase.ASSIGNED:
-                self._actions.append(ForwardSignal(machine, name))
+                self._actions.append(SendMessage(machine, Signal(name)))
             elif phase is not LauncherPhase.ENDED:
                 self._actions.append(Disconnect(machine))
         self._start_by_s = self._end_by_s = None
         if self._cut_by_s is None:
-            self._cut_by_s = now_s + self._limits.shutdown_s + MARGIN_S
+            self._cut_by_s = now_s + self._shutdown_s + MARGIN_S
 
     def tick(self, now_s: float) -> None:
         """Performs the actions that are due."""
         if self._start_by_s is not None and now_s >= self._start_by_s:
             late = [machine for machine, phase in enumerate(self._phases) if phase is LauncherPhase.STARTED] or [0]
-            self._fail([no_answer(self._attempts[machine], self._limits.start_s) for machine in late], now_s)
+            self._fail([no_answer(self._attempts[machine], self._start_s) for machine in late], now_s)
         if self._end_by_s is not None and now_s >= self._end_by_s:
             self.signaled("SIGTERM", now_s)
         if self._cut_by_s is not None and now_s >= self._cut_by_s:
@@ -207,10 +199,8 @@ class RemoteLaunch:
             return
         if machine == 0 or self._rendezvous is not None:
             self._phases[machine] = LauncherPhase.ASSIGNED
-            part = self._parts[machine]
-            self._actions.append(
-                SendAssignment(machine, part if machine == 0 else structs.replace(part, rendezvous=self._rendezvous))
-            )
+            rendezvous = None if machine == 0 else self._rendezvous
+            self._actions.append(SendMessage(machine, structs.replace(self._parts[machine], rendezvous=rendezvous)))
         has_all = all(phase in (LauncherPhase.ASSIGNED, LauncherPhase.ENDED) for phase in self._phases)
         if has_all and (self._rendezvous is not None or len(self._parts) == 1):
             self._start_by_s = None

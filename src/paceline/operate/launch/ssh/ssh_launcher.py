@@ -32,17 +32,14 @@ from paceline.operate.launch.ssh.protocol import (
     FromLauncher,
     MessageSplitter,
     NodeAssignment,
-    Signal,
     ToLauncher,
     encode_to_launcher,
 )
 from paceline.operate.launch.ssh.remote_launch import (
     Disconnect,
-    ForwardSignal,
     LaunchAttempt,
-    LaunchTimeouts,
     RemoteLaunch,
-    SendAssignment,
+    SendMessage,
     ShowText,
 )
 from paceline.operate.launch.workers.job_control import Signals
@@ -101,7 +98,7 @@ def run_on_hosts(options: argparse.Namespace) -> int:
         return 0
     shutdown_s = shutdown_timeout_s(options, os.environ)
     parts = parts_of(hosts, options, os.environ, shutdown_s)
-    launch = RemoteLaunch(parts, attempts, LaunchTimeouts(START_S, shutdown_s), time.monotonic(), options.elastic)
+    launch = RemoteLaunch(parts, attempts, START_S, shutdown_s, time.monotonic(), options.elastic)
     with SshLauncher(launch, commands, [host.name for host in hosts], options.signals_to_handle) as launcher:
         return launcher.run()
 
@@ -269,10 +266,8 @@ class SshLauncher:
             match action:
                 case ShowText(text):
                     self._console.say(text)
-                case SendAssignment(machine, part) if machine in self._launchers:
-                    self._launchers[machine].send(part)
-                case ForwardSignal(machine, name) if machine in self._launchers:
-                    self._launchers[machine].send(Signal(name))
+                case SendMessage(machine, message) if machine in self._launchers:
+                    self._launchers[machine].send(message)
                 case Disconnect(machine) if machine in self._launchers:
                     self._launchers[machine].disconnect()
 

@@ -53,32 +53,25 @@ def run(arguments: list[str]) -> None:
 
 def _run_script(rest: list[str]) -> None:
     """Runs the script, module or path given in the arguments, in a namespace without any names from this file."""
-    if rest[0] == "-m":
-        import runpy
-
-        sys.argv = rest[1:]
-        _replace_own_folder(os.getcwd())
-        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
-        return
-    if rest[0] == "--path":
-        import runpy
-
-        sys.argv = rest[1:]
-        _replace_own_folder(None)
-        runpy.run_path(rest[1], run_name="__main__")
-        return
-    if rest[0] == "--text":
-        with open(rest[1], "rb") as file:
+    kind = rest.pop(0) if rest[0] in ("-m", "--path", "--text") else ""
+    if kind == "--text":
+        with open(rest.pop(0), "rb") as file:
             code = compile(file.read(), "<stdin>", "exec")
-        sys.argv = rest[2:]
+        sys.argv = rest
         _replace_own_folder("")  # as for `python -`
         _run_code(code, {"__doc__": None})
         return
     sys.argv = rest
     script = rest[0]
-    if not os.path.isabs(script):  # keeps __file__ valid after os.chdir, as in Python 3.9 and later
+    if kind == "-m":
+        import runpy
+
+        _replace_own_folder(os.getcwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        return
+    if not kind and not os.path.isabs(script):  # keeps __file__ valid after os.chdir, as in Python 3.9 and later
         script = os.path.join(os.getcwd(), script)
-    if _holds_modules(script):
+    if kind or _holds_modules(script):
         import runpy
 
         _replace_own_folder(None)

@@ -9,21 +9,18 @@ from paceline.operate.launch.ssh.protocol import (
     LauncherReady,
     NodeAssignment,
     RendezvousAddress,
+    Signal,
 )
 from paceline.operate.launch.ssh.remote_launch import (
     Disconnect,
-    ForwardSignal,
     LaunchAttempt,
-    LaunchTimeouts,
     RemoteLaunch,
-    SendAssignment,
+    SendMessage,
     ShowText,
     explain_failed_launch,
 )
 
 HELLO = LauncherReady("1.2", "/usr/bin/python3")
-
-LIMITS = LaunchTimeouts(start_s=60, shutdown_s=30)
 
 
 def part(number: int, nodes: int) -> NodeAssignment:
@@ -33,7 +30,7 @@ def part(number: int, nodes: int) -> NodeAssignment:
 def conduct(*names: str, is_elastic: bool = False) -> RemoteLaunch:
     parts = [part(number, len(names)) for number in range(len(names))]
     attempts = [LaunchAttempt(name, "/usr/bin/python3", "1.2") for name in names]
-    return RemoteLaunch(parts, attempts, LIMITS, 0.0, is_elastic)
+    return RemoteLaunch(parts, attempts, 60, 30, 0.0, is_elastic)
 
 
 def started(*names: str, is_elastic: bool = False) -> RemoteLaunch:
@@ -59,13 +56,13 @@ def test_the_first_machine_says_where_all_meet():
     found.receive(1, HELLO, 1.0)
     assert found.take_actions() == []
     found.receive(0, HELLO, 2.0)
-    assert found.take_actions() == [SendAssignment(0, part(0, 3))]
+    assert found.take_actions() == [SendMessage(0, part(0, 3))]
     found.receive(0, RendezvousAddress("10.0.0.1", 29400), 3.0)
     [given] = found.take_actions()
-    assert isinstance(given, SendAssignment) and given.machine == 1 and given.part.rendezvous == ("10.0.0.1", 29400)
+    assert isinstance(given, SendMessage) and given.machine == 1 and given.message.rendezvous == ("10.0.0.1", 29400)
     found.receive(2, HELLO, 4.0)
     [given] = found.take_actions()
-    assert isinstance(given, SendAssignment) and given.machine == 2 and given.part.rendezvous == ("10.0.0.1", 29400)
+    assert isinstance(given, SendMessage) and given.machine == 2 and given.message.rendezvous == ("10.0.0.1", 29400)
     assert found.deadline_s is None
 
 
@@ -96,7 +93,7 @@ def test_machines_are_asked_to_end_when_one_refused():
     found.ended(1, 255, "Connection refused", 2.0)
     assert len(sentences(found)) == 1
     found.tick(found.deadline_s)
-    assert found.take_actions() == [ForwardSignal(0, "SIGTERM"), Disconnect(2)]
+    assert found.take_actions() == [SendMessage(0, Signal("SIGTERM")), Disconnect(2)]
     found.ended(2, -9, "", 5.0)
     end(found, 0, 1, 6.0)
     assert (found.is_over, found.exit_code, found.take_actions()) == (True, 1, [])
@@ -107,7 +104,7 @@ def test_another_version_is_given_no_secret():
     found.receive(1, LauncherReady("1.3", "/opt/python"), 1.0)
     found.receive(0, LauncherReady("1.2", "/opt/python"), 1.5)
     actions = found.take_actions()
-    assert not any(isinstance(action, SendAssignment) for action in actions)
+    assert not any(isinstance(action, SendMessage) and isinstance(action.message, NodeAssignment) for action in actions)
     assert "b: /opt/python has paceline 1.3 there, and this machine has 1.2" in actions[0].text
     assert Disconnect(1) in [*actions, *_after_deadline(found)]
 
@@ -129,14 +126,14 @@ def test_a_machine_that_does_not_answer_is_named():
     found.tick(60.0)
     [said] = sentences(found)
     assert said.startswith("b: no launcher answered within 60 s")
-    assert _after_deadline(found) == [ForwardSignal(0, "SIGTERM"), Disconnect(1)]
+    assert _after_deadline(found) == [SendMessage(0, Signal("SIGTERM")), Disconnect(1)]
 
 
 def test_signals_are_passed_on_and_a_second_one_too():
     found = started("a", "b")
     found.signaled("SIGINT", 5.0)
     found.signaled("SIGINT", 6.0)
-    assert found.take_actions() == [ForwardSignal(machine, "SIGINT") for machine in (0, 1, 0, 1)]
+    assert found.take_actions() == [SendMessage(machine, Signal("SIGINT")) for machine in (0, 1, 0, 1)]
     end(found, 0, 1, 7.0)
     assert found.take_actions() == []
     found.tick(found.deadline_s)
@@ -151,13 +148,13 @@ def test_a_launcher_that_is_lost_is_named_and_the_others_end():
     [said] = sentences(found)
     assert said.startswith("b: its launcher was killed, or the ssh connection to it broke")
     found.tick(found.deadline_s)
-    assert found.take_actions() == [ForwardSignal(0, "SIGTERM")]
+    assert found.take_actions() == [SendMessage(0, Signal("SIGTERM"))]
 
 
 def test_other_launchers_have_time_to_end_by_themselves():
     found = started("a", "b")
     end(found, 1, 3, 9.0)
-    assert found.deadline_s > 9.0 + LIMITS.shutdown_s
+    assert found.deadline_s > 9.0 + 30
     end(found, 0, 1, 10.0)
     assert (found.is_over, found.exit_code, found.take_actions()) == (True, 3, [])
 
