@@ -269,6 +269,7 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
     """
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
+    look = "look at its output" if failure.log else "look at its output above"  # it may be only in files
     # If another rank caused all failures, that rank did not fail itself, but left early or was lost. If calls do not
     # match, all ranks raise the same error, and the first of them need not be at fault.
     failed = f"failed because of another {word}" if failure.is_consequence else "failed first"
@@ -286,18 +287,18 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
         return (
             f"{line} after its script had ended, while Python was shutting down; threads that native libraries leave "
             "running can cause this. If it uses torch.distributed, call destroy_process_group() at the end of the "
-            f"script; look at its output above{log}"
+            f"script; {look}{log}"
         )
     if code == -signal.SIGKILL:
         return f"{line}; if it was not killed manually, the machine ran out of memory (see dmesg){log}"
     if code in _CRASHES:
         where = f" at {failure.exit_line}" if failure.exit_line else ""
-        return f"{line}{where}; look at its output above, where Python has printed the stack of the crash{log}"
+        return f"{line}{where}; {look}, where Python has printed the stack of the crash{log}"
     if failure.exit_message:
         line += f": {failure.exit_message}"
     if failure.exit_line:
-        return f"{line}; it called sys.exit or raised SystemExit at {failure.exit_line}; look at its output above{log}"
-    return f"{line}; it left no Python traceback; look at its output above{log}"
+        return f"{line}; it called sys.exit or raised SystemExit at {failure.exit_line}; {look}{log}"
+    return f"{line}; it left no Python traceback; {look}{log}"
 
 
 def report_parts(

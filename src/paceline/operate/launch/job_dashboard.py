@@ -49,7 +49,8 @@ _POLL_INTERVAL_S = 0.5  # interval between checks for started and exited workers
 class JobDashboard:
     """The dashboard of a job.
 
-    `paceline top` finds its address in `directory`, the job's directory. `send` sends a message to all launchers.
+    `paceline top` finds the dashboard's address in `directory`, the job's directory. `send` sends a message to all
+    launchers.
 
     Raises:
         AddressError: the dashboard cannot listen on the given address.

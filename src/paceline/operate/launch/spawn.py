@@ -270,7 +270,7 @@ class ProcessContext:
 class SpawnWatchdog:
     """Monitors processes until `close` is called, with a `watchdog` driven by the waiting thread.
 
-    The processes, of which the first started at `started_ns` (time of day), have their recordings in `directory`.
+    `started_ns` is the time of day at which the first process started, and `directory` contains their recordings.
     """
 
     def __init__(self, processes: Sequence[BaseProcess], started_ns: int, directory: str, stall_after_s: float) -> None:

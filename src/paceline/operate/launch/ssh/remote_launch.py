@@ -41,6 +41,15 @@ class LaunchAttempt:
     version: str  # version of Paceline on the local machine
     is_here: bool = False  # whether the launcher runs on the local machine, without ssh
 
+    def command(self, words: str) -> str:
+        """Returns the command that the user can enter here to run Python with `words` on the machine."""
+        return f"{self.python} {words}" if self.is_here else f"ssh {self.destination} {self.python} {words}"
+
+    @property
+    def installation(self) -> str:
+        """The command that the user can enter here to install the same version of Paceline on the machine."""
+        return self.command(f"-m pip install paceline=={self.version}")
+
 
 class LauncherPhase(Enum):
     """The phase of a launcher."""
@@ -239,35 +248,33 @@ def explain_failed_launch(attempt: LaunchAttempt, code: int, errors: str) -> str
     """
     if code == _SSH_FAILED and not attempt.is_here:
         return f"{attempt.destination}: {_of_ssh(attempt, errors)}"
-    python, install = attempt.python, f"-m pip install paceline=={attempt.version}"
-    command = f"{python} {install}" if attempt.is_here else f"ssh {attempt.destination} {python} {install}"
+    there = f"{attempt.destination}: {attempt.python}"
     if "No module named" in errors and "paceline" in errors:
-        return f"{attempt.destination}: {python} there has no paceline {attempt.version}; install it: {command}"
+        return f"{there} there has no paceline {attempt.version}; install it: {attempt.installation}"
     if code in _NOT_FOUND:
         return (
-            f"{attempt.destination}: {python} does not exist there; install the same environment as here, or specify "
-            "the interpreter with --remote-python"
+            f"{there} does not exist there; install the same environment as here, or specify the interpreter with "
+            "--remote-python"
         )
-    return f"{attempt.destination}: the launcher exited with code {code} before it answered: {_last(errors)}; try: " + (
-        command if attempt.is_here else f"ssh {attempt.destination} {python} -m paceline --version"
+    return (
+        f"{attempt.destination}: the launcher exited with code {code} before it answered: {_last(errors)}; try: "
+        f"{attempt.command('-m paceline --version')}"
     )
 
 
 def other_version(attempt: LaunchAttempt, version: str) -> str:
     """Returns a sentence about a machine that has a different version of Paceline."""
-    install = f"{attempt.python} -m pip install paceline=={attempt.version}"
-    command = install if attempt.is_here else f"ssh {attempt.destination} {install}"
     return (
         f"{attempt.destination}: {attempt.python} has paceline {version} there, and this machine has "
-        f"{attempt.version}; all machines of a job need the same: {command}"
+        f"{attempt.version}; all machines of a job need the same: {attempt.installation}"
     )
 
 
 def no_answer(attempt: LaunchAttempt, waited_s: float) -> str:
     """Returns a sentence about a machine that did not respond in time."""
     return (
-        f"{attempt.destination}: no launcher answered within {waited_s:.0f} s; try: ssh {attempt.destination} "
-        f"{attempt.python} -m paceline --version"
+        f"{attempt.destination}: no launcher answered within {waited_s:.0f} s; try: "
+        f"{attempt.command('-m paceline --version')}"
     )
 
 

@@ -105,7 +105,7 @@ def reap_orphans(own: Iterable[int]) -> None:
 
 
 def _pids(matches: Callable[[int], bool]) -> list[int]:
-    """Returns the running processes for which `matches` returns True; it may raise OSError if a process has exited."""
+    """Returns the processes for which `matches` returns True; `matches` may raise OSError if a process has exited."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):

@@ -154,7 +154,7 @@ Check = Callable[[str], object]  # raises ValueError for an invalid value
 
 
 def _from(module: str, name: str, *arguments: object) -> Check:
-    """Returns a check that calls a function with `arguments` and the value; imports its module only then."""
+    """Returns a check that imports a function and calls it with `arguments` and the value."""
     return lambda text: getattr(import_module(module), name)(*arguments, text)
 
 
@@ -204,7 +204,7 @@ _BETWEEN_MACHINES: Mapping[str, Check | None] = {
 
 
 def check_variables(has_other_machines: bool, environment: Mapping[str, str] = os.environ) -> None:
-    """Validates every variable that workers read, also those for connections if there are other machines.
+    """Validates the variables that workers read, including those for connections to other machines, if there are any.
 
     Raises:
         ValueError: a value is invalid; the message contains the variable, its value and the valid values.

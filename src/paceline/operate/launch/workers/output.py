@@ -147,7 +147,7 @@ class LogFile:
             self._say(f"{self._path}: {error.strerror}; the rest of the output is not stored there; the job continues")
 
     def tail(self, nbytes: int) -> bytes:
-        """Returns the last `nbytes` bytes, at most, that were added since the file was opened; it may be closed."""
+        """Returns the end, at most `nbytes` bytes, of what was added since the file was opened, even after `close`."""
         with contextlib.suppress(OSError), open(self._path, "rb") as file:
             file.seek(max(self._begin, os.fstat(file.fileno()).st_size - nbytes))
             return file.read(nbytes)
@@ -328,7 +328,7 @@ class Logs:
     def outputs(self, attempt: int, rank: int, local_rank: int, draws: bool) -> list[WorkerOutput]:
         """Creates a worker's stdout and stderr; `draws` permits drawing.
 
-        They share one pseudo-terminal if both are only shown, on the same terminal.
+        Both share one pseudo-terminal if the same terminal is their only destination.
         """
         out = self._destination(Streams.OUT, attempt, rank, local_rank, draws)
         err = self._destination(Streams.ERR, attempt, rank, local_rank, draws)

@@ -86,7 +86,7 @@ def start_workers(
     on_exception: Callable[[WorkerFailure], None],
     on_failure: Callable[[WorkerFailure], None],
 ) -> WorkerGroup:
-    """Starts this machine's workers for a generation; the other arguments are those of the group that is returned."""
+    """Starts this machine's workers for a generation; returns their group, which gets the remaining arguments."""
     # Each generation has its own template. /proc/PID/environ of a fork always contains the environment of the template,
     # and `Cleanup` searches this file for the generation's mark to find the remaining processes. If a template were
     # reused, these processes could not be distinguished from the template and the workers of the next generation.

@@ -230,7 +230,7 @@ class Screen:
             return 0, 0
 
     def claim(self, stream: object, prefix: bytes) -> bool:
-        """Returns True if `stream` may draw, because it drew last or nothing is drawn; its rows start with `prefix`."""
+        """Returns True if `stream` may draw (with `prefix` in each row), because it drew last or nothing is drawn."""
         if self._owner is not stream and self._rows.is_blank:
             self._owner, self._rows = stream, Rows(prefix)
         return self._owner is stream

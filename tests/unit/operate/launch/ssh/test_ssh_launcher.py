@@ -10,6 +10,7 @@ from paceline.operate.launch.option_types import OptionError
 from paceline.operate.launch.ssh.remote_launch import (
     LaunchAttempt,
     explain_failed_launch,
+    no_answer,
     other_version,
 )
 from paceline.operate.launch.ssh.ssh_launcher import Host, forwarded_variables, hosts_of, is_here
@@ -82,6 +83,7 @@ def test_a_wrong_line_of_a_host_file_has_a_number(tmp_path, lines, said):
 def test_on_this_machine_no_ssh_is_advised():
     attempt = LaunchAttempt("localhost", "/usr/bin/python3", "1.2", is_here=True)
     assert "ssh" not in explain_failed_launch(attempt, 1, "No module named paceline") + other_version(attempt, "1.3")
+    assert "ssh" not in explain_failed_launch(attempt, 1, "ImportError") + no_answer(attempt, 60)
 
 
 def test_settings_are_taken_along_and_secrets_are_not():
