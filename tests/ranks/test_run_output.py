@@ -254,6 +254,16 @@ def test_python_is_the_one_of_the_launcher(script):
     assert run(script("import sys; print(sys.executable)")).stdout == f"[rank 0] {sys.executable}\n"
 
 
+def test_a_script_finds_no_names_of_the_launcher(script):
+    done = run(script("print([name for name in globals() if not name.startswith('__')])"))
+    assert done.stdout == "[rank 0] []\n"
+
+
+def test_a_script_may_redefine_names_of_modules(script):
+    done = run(script("import sys, os\nsys = os = None\nraise ValueError('boom')"))
+    assert "[rank 0] ValueError: boom" in done.stderr and "excepthook" not in done.stderr
+
+
 def test_a_crash_in_native_code_leaves_the_python_stack(script):
     done = run(script("import ctypes\ndef fall(): ctypes.string_at(0)\nfall()"))
     assert done.returncode == 1

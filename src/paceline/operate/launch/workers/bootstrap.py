@@ -94,10 +94,13 @@ def _replace_own_folder(folder: str | None) -> None:
 
 
 def _run_code(code: CodeType, names: dict[str, object]) -> None:
-    """Runs code in the module `__main__`, which then contains `names` but no names from this file."""
+    """Runs code in the module `__main__`, which then contains `names` but no names from this file.
+
+    Functions in this file that run later must therefore import the modules that they use.
+    """
     namespace = sys.modules["__main__"].__dict__
-    for name in (*_OWN_NAMES, "__file__"):
-        namespace.pop(name, None)
+    for name in [name for name in namespace if not name.startswith("__") or name == "__file__"]:
+        del namespace[name]
     namespace.update(names)
     exec(code, namespace)
 
@@ -151,6 +154,8 @@ def _prepare_stdin() -> None:
         return
 
     def skip(*_: object, **__: object) -> None:
+        import sys  # see `_run_code`
+
         sys.stderr.write(
             f"paceline: breakpoint() does nothing on rank {rank}, because rank {reader} reads stdin; use "
             f"paceline.breakpoint({rank}), or start with --stdin {rank}\n"
@@ -201,7 +206,7 @@ def _join_cgroup(directory: str | None) -> None:
 def _record_exit(path: str) -> None:
     """Registers the last exit handler. It records that the script has ended, so later crashes are not blamed on it."""
     import atexit
-    from os import getpid  # the script may have redefined `os`, because it shares this namespace
+    from os import getpid  # see `_run_code`
 
     worker = getpid()
 
@@ -255,7 +260,7 @@ class _ExceptionRecorder:
             pass
 
     def _may_record(self) -> bool:
-        import sys  # the script may have redefined names, because it shares this namespace
+        import sys  # see `_run_code`
         from os import getpid
 
         if self._is_recorded or getpid() != self._worker:
@@ -269,6 +274,8 @@ def _print_uncaught() -> None:
     package = _package()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        import sys  # see `_run_code`
+
         sys.path.insert(0, package)
         try:
             from paceline.operate.launch.failures import print_uncaught
@@ -287,7 +294,7 @@ def _record_thread_errors(path: str) -> None:
     package, worker, print_error = _package(), os.getpid(), threading.excepthook
 
     def hook(error: threading.ExceptHookArgs) -> None:
-        import sys  # see `_may_record`
+        import sys  # see `_run_code`
         from os import getpid
 
         print_error(error)
@@ -308,12 +315,6 @@ def _package() -> str:
     """Returns the directory that contains the package `paceline`, five levels above this file."""
     return os.path.abspath(__file__).rsplit(os.sep, 5)[0]
 
-
-# The names in this file, which the script must not find in its namespace.
-_OWN_NAMES = (
-    *("annotations", "_OWN_NAMES"),
-    *(name for name, value in globals().items() if getattr(value, "__module__", None) == __name__),
-)
 
 if __name__ == "__main__":
     run(sys.argv[1:])
