@@ -46,19 +46,18 @@ class LocalActivity:
 
     def watch(self, workers: Iterable[WatchedWorker]) -> None:
         """Records the workers that have started or exited since the previous call."""
-        running = {}
+        before, running = dict(self._known), {}
         for worker in workers:
-            ending = worker.ending
-            if ending is not None or not worker.is_running:
-                is_failure = ending is not None and ending.manner is not ExitReason.FINISHED
-                self._ended(worker.number, ending.how if ending is not None and is_failure else "")
-                continue
-            running[worker.number] = worker
-            known = self._known.get(worker.number)
-            if known is None or known.pid != worker.pid:
-                self.notes.leave_worker(worker.number, worker.pid, self._host, worker.recording)
-        for number in set(self._known) - set(running):  # the launcher stopped it and recorded no exit status
-            self._ended(number, "")
+            known, ending = before.pop(worker.number, None), worker.ending
+            if ending is None and worker.is_running:
+                running[worker.number] = worker
+                if known is None or known.pid != worker.pid:
+                    self.notes.leave_worker(worker.number, worker.pid, self._host, worker.recording)
+            elif known is not None:
+                how = "" if ending is None or ending.manner is ExitReason.FINISHED else ending.how
+                self.notes.leave(WorkerGone(known.number, known.pid, how))
+        for known in before.values():  # the launcher stopped it and recorded no exit status
+            self.notes.leave(WorkerGone(known.number, known.pid, ""))
         self._known = running
 
     def worker_ended(self, number: int, pid: int, how: str) -> None:
@@ -117,11 +116,6 @@ class LocalActivity:
     def close(self) -> None:
         """Releases the resources held by queued notes; idempotent."""
         self.notes.close()
-
-    def _ended(self, number: int, how: str) -> None:
-        known = self._known.pop(number, None)
-        if known is not None:
-            self.notes.leave(WorkerGone(number, known.pid, how))
 
 
 class _DashboardSink:

@@ -95,12 +95,11 @@ def main() -> None:
 
 def _reset_modules() -> None:
     """Resets module state that depends on random numbers or the environment, because workers must not share it."""
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
+    for name in ("numpy.random", "sympy.core.random"):
+        if name in sys.modules:
+            sys.modules[name].seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
-    if "sympy.core.random" in sys.modules:
-        sys.modules["sympy.core.random"].seed()
     if "tempfile" in sys.modules:
         vars(sys.modules["tempfile"])["tempdir"] = None  # the script may set TMPDIR
 
