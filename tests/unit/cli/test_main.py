@@ -100,6 +100,11 @@ def test_another_broken_pipe_is_an_error(capfd, monkeypatch):
         main(["runs"])
 
 
+def test_an_unreadable_file_is_reported_in_one_line(tmp_path, capsys):
+    assert main(["plan", str(tmp_path / "none.json")]) == 2
+    assert capsys.readouterr().err == f"paceline plan: {tmp_path}/none.json: No such file or directory\n"
+
+
 def test_output_to_a_full_disk_is_reported_in_one_line(tmp_path):
     with open("/dev/full", "wb") as full:
         code = [sys.executable, "-m", "paceline", "checkpoint", "inspect", str(tmp_path)]

@@ -13,7 +13,7 @@ from paceline.operate.dashboard.event_queue import TOLD_BY_ALL, EventFormatter, 
 from paceline.operate.dashboard.job_sample import Line, Stack
 from paceline.operate.diagnosis.job_snapshot import ExitReason
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
-from paceline.operate.launch.workers.output import LinePrefixer
+from paceline.operate.launch.workers.output import LinePrefixer, Write
 
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _LONGEST_LINE = 2000  # maximum length of a line shown on the dashboard, in characters
@@ -30,12 +30,12 @@ class LocalActivity:
 
     def __init__(self, is_observed: bool = True, has_all_events: bool = True) -> None:
         self.notes = EventQueue()
-        self._is_observed = is_observed
+        self.is_observed = is_observed
         self._has_all_events = has_all_events
         self._formatter = EventFormatter()
         self._host = socket.gethostname()
         self._known: dict[int, WatchedWorker] = {}
-        self._kept: deque[tuple[LinePrefixer, bytes]] = deque()
+        self._kept: deque[tuple[_DashboardSink, bytes]] = deque()
         self._kept_nbytes = 0
 
     def note_event(self, event: str, facts: dict[str, Fact]) -> None:
@@ -93,22 +93,19 @@ class LocalActivity:
                 text = _ESCAPES.sub(b"", line).decode(errors="replace")[:_LONGEST_LINE]
                 self.notes.leave(Line(now_s, number, stream, text))
 
-        return _DashboardSink(self, LinePrefixer(b"", write, _UPDATES_S))
+        return _DashboardSink(self, write)
 
     def set_observed(self, is_on: bool) -> None:
         """Starts or stops processing output as it arrives."""
-        self._is_observed = is_on
+        self.is_observed = is_on
         while is_on and self._kept:
-            lines, data = self._kept.popleft()
-            lines.feed(data)
+            sink, data = self._kept.popleft()
+            sink.feed(data)
         self._kept_nbytes = 0 if is_on else self._kept_nbytes
 
-    def feed_lines(self, lines: LinePrefixer, data: bytes) -> None:
-        """Processes output or stores it for later."""
-        if self._is_observed:
-            lines.feed(data)
-            return
-        self._kept.append((lines, data))
+    def keep(self, sink: _DashboardSink, data: bytes) -> None:
+        """Stores output for later."""
+        self._kept.append((sink, data))
         self._kept_nbytes += len(data)
         while self._kept_nbytes > _KEPT_NBYTES and len(self._kept) > 1:
             self._kept_nbytes -= len(self._kept.popleft()[1])
@@ -118,19 +115,14 @@ class LocalActivity:
         self.notes.close()
 
 
-class _DashboardSink:
-    def __init__(self, notes: LocalActivity, lines: LinePrefixer) -> None:
-        self._notes = notes
-        self._lines = lines
+class _DashboardSink(LinePrefixer):
+    def __init__(self, activity: LocalActivity, write: Write) -> None:
+        super().__init__(b"", write, _UPDATES_S)
+        self._activity = activity
 
     def feed(self, data: bytes) -> None:
         """Accepts output, which may be split at any byte."""
-        self._notes.feed_lines(self._lines, data)
-
-    def prompt(self) -> None:
-        """Shows the unfinished line."""
-        self._lines.prompt()
-
-    def close(self) -> None:
-        """Flushes the remaining output."""
-        self._lines.close()
+        if self._activity.is_observed:
+            super().feed(data)
+        else:
+            self._activity.keep(self, data)

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
-from typing import Protocol
 
 from paceline.comm.security.own_files import append_to
 from paceline.operate.launch.job import OutputOptions
@@ -107,7 +106,7 @@ class LinePrefixer:
             self._write(self._prefix + text)
 
     def close(self) -> None:
-        """Writes the remaining output."""
+        """Writes the remaining output; idempotent."""
         self._pass_on(self._rows.end())
 
 
@@ -158,47 +157,33 @@ class LogFile:
         self._file.close()
 
 
-class OutputSink(Protocol):
-    """Receives the output of a stream."""
-
-    def feed(self, data: bytes) -> None:
-        """Accepts output, which may be split at any byte."""
-
-    def prompt(self) -> None:
-        """Shows the unfinished line, which is a prompt."""
-
-    def close(self) -> None:
-        """Writes the remaining output; idempotent."""
-
-
-class TerminalSink:
-    """Sink for a worker's stream that may draw on the terminal, unless the worker's other stream is drawing."""
+class TerminalSink(LinePrefixer):
+    """Forwards a stream that may draw on the terminal, unless the worker's other stream is drawing."""
 
     def __init__(self, screen: Screen, prefix: bytes) -> None:
+        super().__init__(prefix, screen.above)
         self._screen = screen
-        self._prefix = prefix
-        self._lines = LinePrefixer(prefix, screen.above)
 
     def feed(self, data: bytes) -> None:
         """Accepts output, which may be split at any byte."""
         if self._screen.claim(self, self._prefix):
-            self._screen.draw(self._lines.take() + data)
+            self._screen.draw(self.take() + data)
         else:
-            self._lines.feed(data)
+            super().feed(data)
 
     def prompt(self) -> None:
         """Does nothing, because the line is already visible."""
 
     def close(self) -> None:
         """Moves the terminal's cursor to the beginning of a row."""
-        self._lines.close()
+        super().close()
         self._screen.leave(self)
 
 
 class OutputStream:
     """One output stream of a worker, written to a file, to the console, and to a filtered file."""
 
-    def __init__(self, file: LogFile | None, sinks: Sequence[OutputSink]) -> None:
+    def __init__(self, file: LogFile | None, sinks: Sequence[LinePrefixer]) -> None:
         self._file = file
         self._sinks = sinks
 
@@ -309,7 +294,7 @@ class Logs:
         directory: Path | None,
         console: Console,
         word: str = "rank",
-        listener: Callable[[int, int], OutputSink] | None = None,
+        listener: Callable[[int, int], LinePrefixer] | None = None,
         hears_all: bool = True,
     ) -> None:
         self._output = output
@@ -347,7 +332,7 @@ class Logs:
         file = self._open(attempt, str(rank), _NAMES[which]) if is_redirected or is_copied else None
         if file is not None and not is_shown and not words and not self._hears_all:
             return file, None, None
-        sinks: list[OutputSink] = [] if self._listener is None else [self._listener(rank, which.value)]
+        sinks = [] if self._listener is None else [self._listener(rank, which.value)]
         screen = self._console.screen(which.value)
         if is_shown:
             sinks.append(self._shown(which, rank, local_rank, screen, draws))
@@ -357,7 +342,7 @@ class Logs:
         is_all_drawn = draws and is_shown and file is None and not words
         return None, OutputStream(file, sinks), screen if is_all_drawn else None
 
-    def _shown(self, which: Streams, rank: int, local_rank: int, screen: Screen | None, draws: bool) -> OutputSink:
+    def _shown(self, which: Streams, rank: int, local_rank: int, screen: Screen | None, draws: bool) -> LinePrefixer:
         template = self._output.line_prefix or f"[{self._word} ${{rank}}] "
         text = Template(template).safe_substitute(rank=rank, local_rank=local_rank)
         prefix = in_color(text, rank, wants_colors(which.value))
