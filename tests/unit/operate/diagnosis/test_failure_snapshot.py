@@ -58,7 +58,7 @@ class Kills:
     def end(self, rank, peak_bytes, code=KILLED) -> None:
         worker = self.workers[rank]
         worker.exit_code, worker.peak_bytes = code, peak_bytes
-        self.generation._ended(worker, code)
+        self.generation._ended(worker, code, b"")
 
     def close(self) -> None:
         for worker in self.workers:
