@@ -105,22 +105,14 @@ class BlockTransport(Protocol):
         ...
 
 
-class BlockSpans(NamedTuple):
-    """The address and the number of bytes of each block, for each of the three buffers."""
-
-    blocks: tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]
-
-    def of(self, blocks: BufferSlice | None) -> list[tuple[int, int]]:
-        """Returns the spans of a slice's blocks."""
-        return [] if blocks is None else self.blocks[blocks.buffer][blocks.first : blocks.first + blocks.length]
+_Spans = list[tuple[int, int]]
+"""The address and the number of bytes of each block in a buffer."""
 
 
 class PythonExecutor:
     """Runs a group's calls as schedules over a transport.
 
     Args:
-        transport: the engine's sends and receives.
-        rank: the group rank of this process.
         hosts: the group ranks on each host.
         algorithm: the algorithm to use for every operation that it implements. The default is the algorithm that is
             predicted to be the fastest.
@@ -156,9 +148,7 @@ class PythonExecutor:
         scratch = torch.empty(
             nbytes if operation in _DIVISIBLE else nbytes * self._size, dtype=torch.uint8, device="cpu"
         )
-        spans = BlockSpans(
-            (_spans(inputs, call, schedule), _spans(outputs, call, schedule), _scratch_spans(scratch, call, schedule))
-        )
+        spans = _spans(inputs, call, schedule), _spans(outputs, call, schedule), _scratch_spans(scratch, call, schedule)
         _Execution(schedule, spans, self._transport, call, deadline_ns).run()
         for output in outputs:
             output.copy_out()
@@ -181,7 +171,12 @@ class _StartedStep(NamedTuple):
 
 class _Execution:
     def __init__(
-        self, schedule: Schedule, spans: BlockSpans, transport: BlockTransport, call: CollectiveCall, deadline_ns: int
+        self,
+        schedule: Schedule,
+        spans: tuple[_Spans, _Spans, _Spans],  # of the three buffers
+        transport: BlockTransport,
+        call: CollectiveCall,
+        deadline_ns: int,
     ) -> None:
         self._schedule = schedule
         self._spans = spans
@@ -196,8 +191,11 @@ class _Execution:
             self._start(step)
         self._finish(list(self._started))
 
+    def _spans_of(self, blocks: BufferSlice | None) -> _Spans:
+        return [] if blocks is None else self._spans[blocks.buffer][blocks.first : blocks.first + blocks.length]
+
     def _start(self, step: Step) -> None:
-        sources, targets = self._spans.of(step.src), self._spans.of(step.dst)
+        sources, targets = self._spans_of(step.src), self._spans_of(step.dst)
         if step.kind is StepKind.COPY:
             for (source, nbytes), (target, _) in zip(sources, targets, strict=True):
                 ctypes.memmove(target, source, nbytes)
@@ -229,7 +227,7 @@ class _Execution:
             op = ReduceOp.SUM
         item_size = ITEM_SIZES[self._call.dtype]
         for (source, _), (target, nbytes), other in zip(
-            self._spans.of(step.src), self._spans.of(step.dst), received, strict=True
+            self._spans_of(step.src), self._spans_of(step.dst), received, strict=True
         ):
             sources = [source, other.data_ptr()]
             _core.reduce(target, sources, nbytes // item_size, self._call.dtype, op, self._schedule.world_size)
@@ -255,20 +253,20 @@ def _blocks(blocks: BufferSlice | None) -> frozenset[tuple[Buffer, int]]:
     return frozenset((blocks.buffer, blocks.first + offset) for offset in range(blocks.length))
 
 
-def _spans(buffers: Sequence[FlatBuffer], call: CollectiveCall, schedule: Schedule) -> list[tuple[int, int]]:
+def _spans(buffers: Sequence[FlatBuffer], call: CollectiveCall, schedule: Schedule) -> _Spans:
     if call.operation not in _DIVISIBLE:
         return [(buffer.address, buffer.nbytes) for buffer in buffers]
     return [span for buffer in buffers for span in _nearly_equal(buffer.address, call, schedule.blocks)]
 
 
-def _scratch_spans(scratch: torch.Tensor, call: CollectiveCall, schedule: Schedule) -> list[tuple[int, int]]:
+def _scratch_spans(scratch: torch.Tensor, call: CollectiveCall, schedule: Schedule) -> _Spans:
     if call.operation in _DIVISIBLE:
         return _nearly_equal(scratch.data_ptr(), call, schedule.blocks)
     nbytes = call.count * ITEM_SIZES[call.dtype]
     return [(scratch.data_ptr() + rank * nbytes, nbytes) for rank in range(schedule.world_size)]
 
 
-def _nearly_equal(address: int, call: CollectiveCall, blocks: int) -> list[tuple[int, int]]:
+def _nearly_equal(address: int, call: CollectiveCall, blocks: int) -> _Spans:
     item_size = ITEM_SIZES[call.dtype]
     bounds = [call.count * block // blocks * item_size for block in range(blocks + 1)]
     return [(address + first, end - first) for first, end in itertools.pairwise(bounds)]

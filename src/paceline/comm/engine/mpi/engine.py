@@ -45,12 +45,9 @@ from paceline.errors import RendezvousTimeoutError
 
 
 class MpiMessages(HasRecorder):
-    """Messages between the ranks in a group; see `engine.channel.Messages`.
+    """Messages between the ranks in a group; `comm` is a communicator for messages only. See `engine.channel.Messages`.
 
-    Args:
-        comm: a communicator for messages only.
-        lock: the lock to hold during every MPI call.
-        diagnosis: the object that determines why a message failed.
+    `lock` is held during every MPI call.
     """
 
     def __init__(self, comm: Any, lock: threading.Lock, diagnosis: FailureDiagnosis) -> None:
@@ -163,9 +160,7 @@ class MpiChannel(SerialChannel):
     """Runs calls as non-blocking MPI collectives.
 
     Args:
-        comm: the group's communicator.
         lock: the lock to hold during every MPI call.
-        diagnosis: the object that determines why a call failed.
         algorithm: the algorithm to force for all collectives, which then run as schedules; None uses MPI's own
             collectives where possible.
     """
@@ -254,28 +249,21 @@ class MpiChannel(SerialChannel):
             divide_average(tensor.address, call, self._size)
             tensor.copy_out()
 
-    def _all_gather(self, call: CollectiveCall, deadline_ns: int) -> None:
+    def _gather_or_scatter(self, call: CollectiveCall, deadline_ns: int) -> None:
         outputs = FlatBuffer(call.outputs)
-        source = _separate(call.inputs, outputs)
-        ends = self._bytes(source.address, source.nbytes), self._bytes(outputs.address, source.nbytes)
-        self._run(deadline_ns, self._comm.Iallgather, *ends)
+        inputs = _separate(call.inputs, outputs)
+        part = call.count * ITEM_SIZES[call.dtype]
+        ends = [
+            self._bytes(buffer.address, part) if tensors else None
+            for buffer, tensors in ((inputs, call.inputs), (outputs, call.outputs))
+        ]
+        post = {
+            Operation.ALL_GATHER: self._comm.Iallgather,
+            Operation.GATHER: self._comm.Igather,
+            Operation.SCATTER: self._comm.Iscatter,
+        }[call.operation]
+        self._run(deadline_ns, post, *ends, *([call.root] if call.root >= 0 else []))
         outputs.copy_out()
-
-    def _gather(self, call: CollectiveCall, deadline_ns: int) -> None:
-        outputs = FlatBuffer(call.outputs)
-        source = _separate(call.inputs, outputs)
-        target = self._bytes(outputs.address, source.nbytes) if call.outputs else None
-        ends = self._bytes(source.address, source.nbytes), target
-        self._run(deadline_ns, self._comm.Igather, *ends, call.root)
-        outputs.copy_out()
-
-    def _scatter(self, call: CollectiveCall, deadline_ns: int) -> None:
-        output = FlatBuffer(call.outputs)
-        inputs = _separate(call.inputs, output)
-        source = self._bytes(inputs.address, output.nbytes) if call.inputs else None
-        ends = source, self._bytes(output.address, output.nbytes)
-        self._run(deadline_ns, self._comm.Iscatter, *ends, call.root)
-        output.copy_out()
 
     def _reduce_scatter(self, call: CollectiveCall, deadline_ns: int) -> None:
         output = FlatBuffer(call.outputs)
@@ -293,7 +281,7 @@ class MpiChannel(SerialChannel):
         outputs = FlatBuffer(call.outputs)
         inputs = _separate(call.inputs, outputs)
         ends = [
-            [self._from_address(buffer.address, buffer.nbytes), _sizes(tensors), self._mpi.BYTE]
+            [self._from_address(buffer.address, buffer.nbytes), [sum(each[1::2]) for each in tensors], self._mpi.BYTE]
             for buffer, tensors in ((inputs, call.inputs), (outputs, call.outputs))
         ]
         self._run(deadline_ns, self._comm.Ialltoallv, *ends)
@@ -323,9 +311,9 @@ _CALLS: dict[Operation, Callable[[MpiChannel, CollectiveCall, int], None]] = {
     Operation.BROADCAST: MpiChannel._broadcast,
     Operation.ALL_REDUCE: MpiChannel._all_reduce,
     Operation.REDUCE: MpiChannel._reduce,
-    Operation.ALL_GATHER: MpiChannel._all_gather,
-    Operation.GATHER: MpiChannel._gather,
-    Operation.SCATTER: MpiChannel._scatter,
+    Operation.ALL_GATHER: MpiChannel._gather_or_scatter,
+    Operation.GATHER: MpiChannel._gather_or_scatter,
+    Operation.SCATTER: MpiChannel._gather_or_scatter,
     Operation.REDUCE_SCATTER: MpiChannel._reduce_scatter,
     Operation.ALL_TO_ALL: MpiChannel._all_to_all,
 }
@@ -347,10 +335,6 @@ def _separate(inputs: Sequence[Pieces], written: FlatBuffer) -> FlatBuffer | _Se
     source = FlatBuffer(inputs).copy_in()
     overlap = source.address < written.address + written.nbytes and written.address < source.address + source.nbytes
     return _SeparateCopy(source) if overlap else source
-
-
-def _sizes(tensors: Sequence[Pieces]) -> list[int]:
-    return [sum(pieces[1::2]) for pieces in tensors]
 
 
 class _MpiTransfer:

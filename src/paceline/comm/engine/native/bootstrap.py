@@ -168,8 +168,6 @@ def join_host_mesh(
     """Waits for all ranks on this host; returns their mesh.
 
     Args:
-        formation: the default group's formation.
-        topology: the ranks and their hosts.
         names: the names of the abstract Unix sockets on which the ranks on this host listen.
         listener: the socket on which this rank listens.
         deadline: the time on the monotonic clock, in seconds, at which to stop waiting for the other ranks.
@@ -291,7 +289,6 @@ def join(
     """Connects this rank to the other ranks on its host; returns the job's topology and this host's mesh.
 
     Args:
-        formation: the default group's formation.
         settings: the settings that must be the same on all ranks, as a mapping from names to values.
         timeout_s: the time to wait for the other ranks, in seconds.
 

@@ -33,10 +33,7 @@ from paceline.errors import RendezvousError, RendezvousTimeoutError, and_more
 class ReverseConnectRequests:
     """Requests for connections in the opposite direction, exchanged through the store while a group forms.
 
-    Args:
-        store: the group's store.
-        number: the group's number.
-        rank: this rank.
+    `number` is the group's number.
     """
 
     def __init__(self, store: Store, number: int, rank: int) -> None:
@@ -86,9 +83,6 @@ def connect(
     """Connects this rank to the group's ranks on other hosts; returns a list of connections for each group rank.
 
     Args:
-        formation: the group's formation.
-        topology: the ranks in the job and their hosts.
-        ranks: the ranks in the group.
         number: the group's number, which is the same on all its members and new for each group.
         address: the address to listen on and to connect from.
         streams: the number of connections for data, in addition to the control connection.

@@ -143,9 +143,6 @@ def measure_pairs(
     """Measures the links between all pairs of hosts; returns the costs on rank 0. Each host's first rank calls this.
 
     Args:
-        formation: the default group's formation.
-        topology: the ranks and their hosts.
-        links: the messages between the ranks.
         deadline: the time on the monotonic clock, in seconds, at which to stop waiting for the other ranks.
         wanted: whether to measure at all; passed only on rank 0.
 
@@ -187,22 +184,19 @@ def differences(n: int, found: Mapping[Pair, LinkCost]) -> str:
 
 def recalled(topology: Topology, known: KnownCosts) -> dict[Pair, LinkCost]:
     """Returns the known costs for all pairs of these hosts, keyed by host numbers, or {} if any of them is unknown."""
-    names = _names(topology)
-    pairs = {(a, b): (min(names[a], names[b]), max(names[a], names[b])) for a, b in combinations(range(len(names)), 2)}
-    if not all(pair_of_names in known.pairs for pair_of_names in pairs.values()):
-        return {}
-    return {pair: known.pairs[pair_of_names] for pair, pair_of_names in pairs.items()}
+    keys = {pair: _names_of(topology, pair) for pair in combinations(range(len(topology.hosts)), 2)}
+    return {pair: known.pairs[key] for pair, key in keys.items()} if known.pairs.keys() >= {*keys.values()} else {}
 
 
 def remember(topology: Topology, known: KnownCosts, found: Mapping[Pair, LinkCost]) -> None:
     """Adds the measured costs for pairs of hosts to `known`."""
-    names = _names(topology)
-    for (a, b), cost in found.items():
-        known.pairs[min(names[a], names[b]), max(names[a], names[b])] = cost
+    known.pairs |= {_names_of(topology, pair): cost for pair, cost in found.items()}
 
 
-def _names(topology: Topology) -> list[str]:
-    return [topology.members[ranks[0]].host for ranks in topology.hosts]
+def _names_of(topology: Topology, pair: Pair) -> tuple[str, str]:
+    """Returns the key in `KnownCosts.pairs` for a pair of hosts."""
+    first, second = sorted(topology.members[topology.hosts[host][0]].host for host in pair)
+    return first, second
 
 
 def _play_rounds(

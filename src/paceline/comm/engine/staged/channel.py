@@ -129,13 +129,6 @@ class StagedChannel(HasRecorder, EngineChannel):
     Args:
         inner: the same ranks' channel for CPU tensors. It must not be used elsewhere, and is not closed by this
             channel.
-        device: the device of the tensors.
-        recorder: the recorder for the calls.
-        rank: the group rank of this process.
-        size: the number of ranks in the group.
-
-    Attributes:
-        inner: the channel for CPU tensors.
     """
 
     def __init__(
@@ -357,7 +350,7 @@ class StagedChannel(HasRecorder, EngineChannel):
         headers = self._exchange(work, layout)
         if not isinstance(headers, list):
             return headers
-        if any(_differ(header, headers[self._rank]) for header in headers):
+        if any(header[:-1] != headers[0][:-1] for header in headers):  # in an all_to_all, the lengths may differ
             return _mismatch(headers)
         if work.chunks is None:
             work.chunks = layout.chunks_of(max(header[-1] for header in headers))
@@ -398,12 +391,9 @@ class StagedChannel(HasRecorder, EngineChannel):
                 outputs,
             )
         )
-        headers: list[list[int]] = everyones.tolist()
-        return headers if outcome is None else self._explained_exchange(work, layout, outcome)
-
-    def _explained_exchange(
-        self, work: StagedWork, layout: StagedLayout, outcome: CallOutcome
-    ) -> list[list[int]] | CallOutcome:
+        if outcome is None:
+            headers: list[list[int]] = everyones.tolist()
+            return headers
         if outcome.code == OutcomeCode.MISMATCH and self.inner.failure() == OutcomeCode.OK:
             # Another rank's call has a single chunk, so it did not begin with this exchange. That rank now performs the
             # exchange, and this rank repeats it.
@@ -481,11 +471,6 @@ class StagedChannel(HasRecorder, EngineChannel):
             self._memory.close()
 
 
-def _differ(header: Sequence[int], mine: Sequence[int]) -> bool:
-    """Returns True if two ranks' calls do not match. (In an all_to_all, the lengths may differ.)"""
-    return list(header[:-1]) != list(mine[:-1])
-
-
 def _mismatch(headers: Sequence[Sequence[int]]) -> CallFailure:
     calls = [(row[0], row[1], row[2], row[3], row[4], row[5]) for row in headers]
     return CallFailure(OutcomeCode.MISMATCH, calls=calls, algorithms=[0] * len(calls))
@@ -495,14 +480,7 @@ _announced = False  # whether this process has printed the notice about staging
 
 
 class StagedGroup(OpenGroup):
-    """A group on a device.
-
-    Args:
-        inner: the same ranks' group for CPU tensors; it is closed by this group.
-        device: the device of the tensors.
-        members: the members, in the order of their group ranks.
-        group_rank: the group rank of this process.
-    """
+    """A group on a device. `inner`, the same ranks' group for CPU tensors, is closed by this group."""
 
     channel: StagedChannel
     messages: StagedMessages

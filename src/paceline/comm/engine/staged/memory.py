@@ -41,11 +41,7 @@ class StagedBuffer:
 
 
 class DeviceBytes:
-    """The memory of dense tensors on one device, viewed as a single sequence of bytes.
-
-    Args:
-        pieces: the dense tensors, which this object keeps alive.
-    """
+    """The memory of dense tensors on one device, viewed as a single sequence of bytes; keeps the tensors alive."""
 
     def __init__(self, pieces: Pieces) -> None:
         assert isinstance(pieces, DevicePieces), "calls on a device carry their tensors"
@@ -111,8 +107,6 @@ def divide(call: CollectiveCall, rank: int, size: int, slot_nbytes: int) -> Stag
 
     Args:
         call: the call, whose inputs and outputs contain `DevicePieces`.
-        rank: the group rank of this process.
-        size: the number of ranks in the group.
         slot_nbytes: the size of a slot, which must hold `ALIGNMENT` bytes of every buffer on every rank.
     """
     operation = call.operation
@@ -137,8 +131,6 @@ class PinnedMemory:
     """Host memory for copies, pinned if the device's module supports it; valid until `close` is called.
 
     Args:
-        nbytes: the size in bytes.
-        device: the device that copies to and from the memory.
         is_shared: whether to share the memory with the other ranks on the host, if shared memory can be pinned (as with
             CUDA). The core reduces shared memory without another copy.
 

@@ -44,9 +44,7 @@ class OutgoingDeviceMessage:
         host: the host memory, kept until the message is complete.
         start: a function that begins sending the host memory.
         advance: a function that begins, in order, all of the group's sends that are ready.
-        rank: the group rank of this process.
         timeout_ns: the time limit for the copy and, separately, for the message, in nanoseconds.
-        recorded: the message's entry in the recording.
     """
 
     def __init__(
@@ -130,7 +128,6 @@ class IncomingDeviceMessage:
         target: the memory on the device.
         stream: the stream for copies to the device.
         start: the event recorded after the program's earlier work on this memory.
-        recorded: the message's entry in the recording.
     """
 
     def __init__(
@@ -200,9 +197,6 @@ class StagedMessages(HasRecorder, Messages):
     Args:
         inner: the same ranks' messages for CPU tensors. It must not be used elsewhere, and is not closed by this
             object.
-        device: the device of the tensors.
-        recorder: the recorder for the messages.
-        rank: the group rank of this process.
     """
 
     def __init__(self, inner: Messages, device: torch.device, recorder: GroupRecorder, rank: int) -> None:

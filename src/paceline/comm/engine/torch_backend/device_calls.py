@@ -103,7 +103,6 @@ class StreamSettings:
     """The settings that all call streams of an engine share.
 
     Attributes:
-        construct: a function that constructs the process group.
         library: the library's name, for error messages.
         advice: a sentence, without a period, about how to investigate an error reported by the library.
         identify: a function that returns a device's identifier, which is valid across processes, or "" if processes can
@@ -124,10 +123,7 @@ class CallStream:
     """Runs calls sequentially; any thread may use it.
 
     Args:
-        settings: the engine's settings.
-        device: the device that holds the calls' tensors.
         store: a store for the exclusive use of this call stream.
-        ranks: the ranks that the call stream connects.
         greet: a function that starts the first call, in which the library connects the ranks.
     """
 
@@ -169,10 +165,8 @@ class CallStream:
         """Enqueues a call on the stream. The first call opens the process group, which waits for the other ranks.
 
         Args:
-            start: a function that starts the call.
             header: the call as described in failure reports; its sequence number is set here.
             timeout_ns: the time after which the call is aborted, in nanoseconds.
-            recorded: the call's entry in the recording.
             after: the position after which the call runs. The default is the position after the work enqueued so far on
                 the current stream.
 
@@ -378,8 +372,7 @@ class CallStream:
 
     def _timed_out(self, started: float, missing: Sequence[int]) -> CallFailure:
         waited_s = time.monotonic() - started
-        different = self._difference(at_once=True)
-        if different is not None:
+        if (different := self._difference(at_once=True)) is not None:
             return different
         calls = self._progress.latest()
         mine = calls[self._ranks.index]

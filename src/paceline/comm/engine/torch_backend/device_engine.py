@@ -50,6 +50,7 @@ from paceline.comm.engine.torch_backend.collectives import (
 from paceline.comm.engine.torch_backend.device_calls import (
     CallStream,
     CallWatch,
+    ConstructGroup,
     DeviceWork,
     StartCall,
     StreamRanks,
@@ -85,12 +86,8 @@ class DeviceChannel(HasRecorder, EngineChannel):
     watch aborts calls that cannot complete, and the next call reports the failure.
 
     Args:
-        calls: the call stream.
-        watch: the engine's watch.
-        rank: the group rank of this process.
         library: the library's name and version, for error messages.
         has_float8: whether the library and the device reduce 8-bit floats.
-        recorder: the recorder for the group.
     """
 
     def __init__(
@@ -404,18 +401,10 @@ class DeviceGroup(OpenGroup):
 class DeviceEngine:
     """Connects the ranks' devices until `close` is called. The first call on a group connects the group's ranks.
 
-    Args:
-        name: the name of the engine, which is also the name of PyTorch's backend.
-        context: the ranks, their store and this rank.
-        construct: a function that constructs a process group; see `device_calls.ConstructGroup`.
+    `name` is also the name of PyTorch's backend.
     """
 
-    def __init__(
-        self,
-        name: str,
-        context: EngineContext,
-        construct: Callable[[process_groups.TorchStore, int, int], process_groups.OwnedProcessGroup],
-    ) -> None:
+    def __init__(self, name: str, context: EngineContext, construct: ConstructGroup) -> None:
         self.name = name
         announce_death(context)
         self._context = context

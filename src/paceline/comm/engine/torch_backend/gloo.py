@@ -96,9 +96,7 @@ class GlooChannel(SerialChannel):
     """Runs a group's collectives with gloo.
 
     Args:
-        group: torch's group.
         store: the group's store, kept alive because the group does not hold a reference to it.
-        diagnosis: the object that determines why a call failed.
         algorithm: the algorithm to force for all collectives, which then run as schedules; None uses gloo's own
             collectives where possible.
     """
