@@ -86,7 +86,6 @@ class TwoLevelChannel(SerialChannel):
 
     Args:
         whole: the channel that connects all ranks and runs all other operations.
-        hosts: the group ranks on each host.
         within: the group of this host's ranks.
         between: the leaders' group, or None if this rank is not a leader.
     """

@@ -89,9 +89,7 @@ def build(
 
     Args:
         algorithm: the name of the algorithm or, for a quantized schedule, of the wire format between hosts.
-        operation: the collective.
         rank: the rank whose schedule to build.
-        world_size: the number of ranks.
         root: the root of a broadcast, reduce, gather or scatter; -1 for other operations.
         hosts: the ranks on each host; required by `hierarchical`, `circulant` and quantized formats, and ignored by
             other algorithms.
@@ -165,12 +163,8 @@ def predict(
     """Returns the predicted duration of the algorithm, in seconds.
 
     Args:
-        model: the costs of links and reductions.
-        algorithm: the name of the algorithm.
-        operation: the collective.
         nbytes: the size in bytes of a rank's longest buffer: the tensor, or all blocks of a gather, a scatter or an
             all-to-all.
-        world_size: the number of ranks.
         hosts: the ranks on each host; None if all ranks are on one host.
 
     Raises:
@@ -223,9 +217,7 @@ def forced_or_best(
     """Chooses the forced algorithm, if any; otherwise the preferred one, if any; otherwise the fastest.
 
     Args:
-        operation, nbytes, world_size, n_hosts: a description of the call.
         candidates: the algorithms from the fastest to the slowest.
-        forced: the algorithm to choose, or None.
         preferred: an algorithm to choose in place of the fastest because it is nearly as fast, or None.
 
     Raises:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from paceline.comm.schedule import circulant, halving_doubling, ring, tree
 from paceline.comm.schedule.cost_model import Case, Cost, doubling_rounds, message_s
 from paceline.comm.schedule.steps import (
+    NOTHING,
     OWN_INPUT,
     OWN_OUTPUT,
     BlocksAndSteps,
@@ -147,7 +148,7 @@ def barrier(topology: RankTopology) -> BlocksAndSteps:
     """Synchronizes the ranks on each host with a tree, and the leaders with a dissemination barrier."""
     _, host, local, me = home = find_host_position(topology)
     between = halving_doubling.disseminate_phase(home.rail, host) if me == 0 else []
-    return 0, tree.arrive_phase(local, me) + between + tree.leave_phase(local, me)
+    return 0, tree.arrive_phase(local, me) + between + tree.broadcast_phase(local, me, NOTHING)
 
 
 ALIKE = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER))

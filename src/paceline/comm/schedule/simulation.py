@@ -103,7 +103,6 @@ class SimulationInput:
     """The input to the core's simulator. A program is a schedule that all ranks with the same representative share.
 
     Attributes:
-        network: the ranks and the links between them.
         standing: a function that maps a rank to the rank that represents it.
         turned: a function of (rank, by) that applies to `rank` the rotation that maps `by` to its representative.
         blocks: the number of blocks in each schedule.
@@ -224,9 +223,7 @@ def simulate_call(
 
     Args:
         algorithm: the name of the algorithm or, for a quantized schedule, of the wire format.
-        operation: the collective.
         nbytes: the size in bytes of a rank's longest buffer, as in `algorithms.predict`.
-        network: the ranks and the links between them.
         arrivals: the time in seconds at which each rank makes the call; 0 by default.
         speeds: the relative speed at which each rank copies and reduces; 1 by default.
         record: whether to record the messages.

@@ -92,7 +92,6 @@ def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool
     """Returns the best packing found for the hosts in a network, with equal parts next to each other.
 
     Args:
-        network: the hosts and their links.
         detour: the factor by which a hop must be cheaper than the reverse of a hop in the other tree to be preferred
             over it.
         through_gateways: whether only one host of each group exchanges data with other groups.

@@ -92,11 +92,6 @@ def arrive_phase(group: Sequence[int], me: int) -> list[Step]:
     return [*steps, send(group[parent_of(me)], NOTHING)] if me else steps
 
 
-def leave_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Sends permission to leave to all members, starting from group[0]."""
-    return broadcast_phase(group, me, NOTHING)
-
-
 def _carried(store: Buffer, holdings: Sequence[Sequence[int]], member: int) -> list[BufferSlice]:
     return contiguous_slices(store, (block for below in subtree_of(member, len(holdings)) for block in holdings[below]))
 
@@ -169,7 +164,7 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 def barrier(topology: RankTopology) -> BlocksAndSteps:
     """Reports arrivals up the tree, then sends permission to leave down the tree."""
     world = range(topology.world_size)
-    return 0, arrive_phase(world, topology.rank) + leave_phase(world, topology.rank)
+    return 0, arrive_phase(world, topology.rank) + broadcast_phase(world, topology.rank, NOTHING)
 
 
 OFFERS: dict[Operation, Builder] = {

@@ -150,7 +150,6 @@ class RecordedWork:
     """A call or a message that has just been submitted.
 
     Args:
-        call: the call's entry in the recording.
         nbytes: the number of bytes contributed by this rank.
         is_within: whether the contributed bytes stay within the host.
         source: the sender's group rank; -1 for a receive from any sender, and for all work other than receives.

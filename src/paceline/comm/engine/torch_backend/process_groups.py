@@ -75,7 +75,6 @@ class TorchStore(c10d.Store):
     """Adapter through which a process group uses Paceline's store as if it were one of PyTorch's stores.
 
     Args:
-        store: the Paceline store to wrap.
         prefix: a prefix for all keys.
         deadline: the value of `time.monotonic()` after which waiting for a key fails. If None, the store's
             timeout applies.
@@ -197,7 +196,6 @@ def run_bounded(
     Args:
         function: a function that may block forever.
         deadline: the value of `time.monotonic()` at which to give up. The thread then keeps running.
-        name: a name for the thread.
         stopped: a function that is polled during the wait; the wait ends when it returns True.
 
     Raises:
