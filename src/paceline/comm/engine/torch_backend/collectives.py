@@ -174,7 +174,7 @@ def _configured(options: Any, call: CollectiveCall, settings: CallSettings) -> A
         options.asyncOp = False
     if call.root >= 0:
         options.rootRank = call.root
-    if settings.reduction is not None:
+    if settings.reduction is not None and hasattr(options, "reduceOp"):
         options.reduceOp = settings.reduction.op
     return options
 
