@@ -49,30 +49,13 @@ def variables_in(node: cst.CSTNode) -> set[str]:
     return set() if name is None or ".Backend." in name else {name.rpartition(".")[2]}
 
 
-@dataclass(frozen=True)
-class BackendReplacements:
-    """Replacements for backend names outside calls that create groups."""
-
-    found: dict[cst.CSTNode, cst.BaseExpression]
-    shows_values: bool  # whether the file assigns values to the variables passed as group arguments
-    options: frozenset[str]  # the command-line options that supply these variables
-
-
-def replacements_outside_calls(
-    reading: PythonSource, names: set[str], way: MigrationMode, is_named: bool
-) -> BackendReplacements:
-    """Returns the replacements in assignments to the variables `names` and in comparisons with a backend.
-
-    Comparisons are changed only if gloo occurs in an assignment or, if `is_named` is set, in a call.
-    """
-    finder = _Values(reading, names, way)
-    if names or finder.queries:  # otherwise, the slow traversal of the file can be skipped
-        reading.module.visit(finder)
-    found = finder.found if finder.has_gloo or is_named else {}
-    return BackendReplacements(found, finder.shows_values, frozenset(finder.options))
-
-
 class _Values(cst.CSTVisitor):
+    """Finds gloo in assignments to the variables `names` and in comparisons with a backend.
+
+    `shows_values` is True if the file assigns values to these variables, and `options` are the command-line options
+    that supply them.
+    """
+
     def __init__(self, reading: PythonSource, names: set[str], way: MigrationMode) -> None:
         super().__init__()
         self._names, self._way = names, way
@@ -244,12 +227,15 @@ def _variables(
     is_named: bool,
 ) -> None:
     names = set[str]().union(*sources.values())
-    try:
-        elsewhere = replacements_outside_calls(reading, names, way, is_named)
-    except MixedBackendsError:
-        return
-    edits.expressions |= elsewhere.found
-    verdicts.backend_options = elsewhere.options
+    elsewhere = _Values(reading, names, way)
+    if names or elsewhere.queries:  # otherwise, the slow traversal of the file can be skipped
+        try:
+            reading.module.visit(elsewhere)
+        except MixedBackendsError:
+            return
+    if elsewhere.has_gloo or is_named:
+        edits.expressions |= elsewhere.found
+    verdicts.backend_options = frozenset(elsewhere.options)
     for node, origin in sources.items():
         if not elsewhere.shows_values:
             verdicts.notes[node] = (

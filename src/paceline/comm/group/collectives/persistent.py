@@ -309,7 +309,9 @@ def all_gather_init(
     chosen = resolve(group, "all_gather_init")
     if chosen is None:
         return no_op_call("all_gather")
-    return _all_gather("all_gather", chosen, tensor_list, tensor, timeout)
+    plan = plan_all_gather(chosen.rank_map, tensor_list, tensor, chosen.timeout_ns)
+    make = partial(chosen.all_gather, tensor_list, tensor, timeout=timeout)
+    return prepared_call("all_gather", chosen, plan, make, all_tensors([*tensor_list, tensor]), timeout)
 
 
 def all_gather_into_tensor_init(
@@ -322,20 +324,9 @@ def all_gather_into_tensor_init(
     name = "all_gather_into_tensor"
     require_tensors(name, output_tensor=output_tensor, input_tensor=input_tensor)
     parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen.rank_map, name, "output_tensor")
-    return _all_gather(name, chosen, parts, input_tensor, timeout, output_tensor)
-
-
-def _all_gather(
-    name: str,
-    group: ProcessGroup,
-    outputs: Sequence[Tensors],
-    tensor: Tensors,
-    timeout: Timeout | None,
-    *whole: torch.Tensor,
-) -> PersistentCall:
-    plan = plan_all_gather(group.rank_map, outputs, tensor, group.timeout_ns)
-    make = partial(group.all_gather, outputs, tensor, timeout=timeout)
-    return prepared_call(name, group, plan, make, [*whole, *all_tensors([*outputs, tensor])], timeout)
+    plan = plan_all_gather(chosen.rank_map, parts, input_tensor, chosen.timeout_ns)
+    make = partial(chosen.all_gather, parts, input_tensor, timeout=timeout)
+    return prepared_call(name, chosen, plan, make, [output_tensor, input_tensor], timeout)
 
 
 def reduce_scatter_init(
@@ -349,7 +340,12 @@ def reduce_scatter_init(
     chosen = resolve(group, "reduce_scatter_init")
     if chosen is None:
         return no_op_call("reduce_scatter")
-    return _reduce_scatter("reduce_scatter", chosen, output, input_list, op, timeout)
+    make = partial(chosen.reduce_scatter, output, input_list, op, timeout=timeout)
+    tensors = all_tensors([output, *input_list])
+    if are_uneven(input_list, chosen.rank_map, "reduce_scatter"):
+        return RepeatedCall("reduce_scatter", make, tensors)
+    plan = plan_reduce_scatter(chosen.rank_map, output, input_list, op, chosen.timeout_ns)
+    return prepared_call("reduce_scatter", chosen, plan, make, tensors, timeout)
 
 
 def reduce_scatter_tensor_init(
@@ -366,24 +362,9 @@ def reduce_scatter_tensor_init(
     name = "reduce_scatter_tensor"
     require_tensors(name, output=output, input=input)
     parts = parts_by_rank(input, output.numel(), chosen.rank_map, name, "input")
-    return _reduce_scatter(name, chosen, output, parts, op, timeout, input)
-
-
-def _reduce_scatter(
-    name: str,
-    group: ProcessGroup,
-    output: Tensors,
-    inputs: Sequence[Tensors],
-    op: Reduction,
-    timeout: Timeout | None,
-    *whole: torch.Tensor,
-) -> PersistentCall:
-    make = partial(group.reduce_scatter, output, inputs, op, timeout=timeout)
-    tensors = [*whole, *all_tensors([output, *inputs])]
-    if are_uneven(inputs, group.rank_map, name):
-        return RepeatedCall(name, make, tensors)
-    plan = plan_reduce_scatter(group.rank_map, output, inputs, op, group.timeout_ns)
-    return prepared_call(name, group, plan, make, tensors, timeout)
+    plan = plan_reduce_scatter(chosen.rank_map, output, parts, op, chosen.timeout_ns)
+    make = partial(chosen.reduce_scatter, output, parts, op, timeout=timeout)
+    return prepared_call(name, chosen, plan, make, [output, input], timeout)
 
 
 def all_to_all_init(
@@ -396,7 +377,10 @@ def all_to_all_init(
     chosen = resolve(group, "all_to_all_init")
     if chosen is None:
         return no_op_call("all_to_all")
-    return _all_to_all("all_to_all", chosen, output_tensor_list, input_tensor_list, timeout)
+    plan = plan_all_to_all(chosen.rank_map, output_tensor_list, input_tensor_list, chosen.timeout_ns)
+    make = partial(chosen.all_to_all, output_tensor_list, input_tensor_list, timeout=timeout)
+    tensors = all_tensors([*output_tensor_list, *input_tensor_list])
+    return prepared_call("all_to_all", chosen, plan, make, tensors, timeout)
 
 
 def all_to_all_single_init(
@@ -417,20 +401,9 @@ def all_to_all_single_init(
     sent = split_sizes(input_split_sizes, name, "input_split_sizes")
     outputs = rows_by_rank(output, received, chosen.rank_map, name, "output")
     inputs = rows_by_rank(input, sent, chosen.rank_map, name, "input")
-    return _all_to_all(name, chosen, outputs, inputs, timeout, output, input)
-
-
-def _all_to_all(
-    name: str,
-    group: ProcessGroup,
-    outputs: Sequence[Tensors],
-    inputs: Sequence[Tensors],
-    timeout: Timeout | None,
-    *whole: torch.Tensor,
-) -> PersistentCall:
-    plan = plan_all_to_all(group.rank_map, outputs, inputs, group.timeout_ns)
-    make = partial(group.all_to_all, outputs, inputs, timeout=timeout)
-    return prepared_call(name, group, plan, make, [*whole, *all_tensors([*outputs, *inputs])], timeout)
+    plan = plan_all_to_all(chosen.rank_map, outputs, inputs, chosen.timeout_ns)
+    make = partial(chosen.all_to_all, outputs, inputs, timeout=timeout)
+    return prepared_call(name, chosen, plan, make, [output, input], timeout)
 
 
 def barrier_init(group: Group = None, timeout: Timeout | None = None) -> PersistentCall:
