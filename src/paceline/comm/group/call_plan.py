@@ -303,7 +303,7 @@ def reduces(dtype: int, reduce_op: int) -> bool:
 
 
 def checked_tag(tag: int, call: str) -> int:
-    """Returns `tag` if it is an integer of at most 31 bits that is not negative."""
+    """Returns `tag` if it is a non-negative integer of at most 31 bits."""
     if not hasattr(tag, "__index__"):
         raise TypeError(f"{call}: tag is {short_repr(tag)}; it must be an integer")
     if not 0 <= tag <= _MOST_TAG:
@@ -327,7 +327,7 @@ def parts_by_rank(whole: torch.Tensor, count: int, rank_map: RankMap, call: str,
 def rows_by_rank(
     whole: torch.Tensor, sizes: Sequence[int] | None, rank_map: RankMap, call: str, name: str
 ) -> list[torch.Tensor]:
-    """Divides `whole` along its first dimension: rank r's part has `sizes[r]` rows; by default, all parts are equal."""
+    """Divides `whole` along its first dimension. Rank r's part has `sizes[r]` rows; if `sizes` is None, all are equal."""
     if whole.dim() == 0:
         raise ValueError(
             f"rank {rank_map.me.rank}: {call}: {name} has no dimensions, and therefore no rows to divide among "
@@ -422,9 +422,9 @@ def are_options(argument: object) -> TypeIs[TorchOptions]:
 
 
 def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
-    """Returns `timeout` or, if it is None, the timeout in `opts`, an option object or itself a timeout.
+    """Returns a call's timeout, or None if the group's timeout applies.
 
-    None means the group's timeout.
+    `opts` is an option object or itself a timeout; `timeout` takes precedence.
     """
     if timeout is None:
         timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)

@@ -129,7 +129,7 @@ _FINDS_MEMBERS = _ENCRYPTS = "paceline"
 class Engines:
     """Starts engines on demand, opens groups with them, and shuts them down in `close`.
 
-    The members in `context` are not set yet. The engine `between_hosts` moves data between hosts if "paceline" is the
+    `context` does not contain the members yet. The engine `between_hosts` moves data between hosts if "paceline" is the
     engine for CPU tensors.
     """
 
@@ -235,7 +235,7 @@ def permitted(backend: BackendChoice, rank: int, members: Sequence[RankIdentity]
     """Returns `backend` without the engines that the job's security level or single port forbids for these members.
 
     If the program did not specify a backend, tensors on an accelerator whose engine is forbidden are staged through
-    host memory. A forbidden engine that the program specified raises a ValueError.
+    host memory. If it specified a forbidden engine, a ValueError is raised.
     """
     refused = []
     for device_type, name in backend.engines.items():

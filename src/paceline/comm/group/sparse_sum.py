@@ -38,7 +38,7 @@ class SparseSum:
         self.header = torch.tensor([mine._nnz(), zlib.crc32(self._kind.encode())], device="cpu")
 
     def allocate(self, headers: Sequence[torch.Tensor], rank_map: RankMap) -> GatheredRows:
-        """Allocates memory for the rows of all ranks, whose tensors must agree in shape, dtype and layout."""
+        """Allocates memory for the rows of all ranks. The tensors must agree in shape, dtype and sparse dimensions."""
         counts, kinds = torch.stack(list(headers)).T.tolist()
         others = [rank for rank, kind in zip(rank_map.ranks, kinds, strict=True) if kind != kinds[rank_map.rank]]
         if others:
@@ -69,7 +69,7 @@ class SparseSum:
 class GatheredRows:
     """Memory for the rows gathered from all ranks, all of one shape and dtype; `counts[r]` rows are from rank r.
 
-    This rank sends the bytes in `mine`; `received[r]` receives those from rank r.
+    This rank sends the bytes in `mine`; `received[r]` receives the bytes from rank r.
     """
 
     def __init__(self, mine: torch.Tensor, counts: Sequence[int]) -> None:

@@ -93,7 +93,7 @@ class TCPStore(RemoteStore):
         wait_for_workers: whether the serving rank waits until `world_size` clients have connected.
         multi_tenant: whether to reuse a server that this process already runs on `port`.
         master_listen_fd: the descriptor of a listening socket, which the server closes.
-        use_libuv: only the value of `libuvBackend`, because Paceline has one server implementation (torch has two).
+        use_libuv: only sets `libuvBackend`, because Paceline has one server implementation (torch has two).
 
     Raises:
         ValueError: the address is not loopback and the job has no secret, or there is no such port.

@@ -149,7 +149,7 @@ def _verdict(headers: Sequence[_Header]) -> _Verdict:
 class CallQueue:
     """Executes this rank's calls on one process set.
 
-    The queue uses `group`, which contains the set's ranks, exclusively. `close` does not destroy the group.
+    Only this queue may use `group`, which contains the set's ranks. `close` does not destroy the group.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -176,7 +176,7 @@ class CallQueue:
         return request
 
     def perform(self, request: CallRequest[Result]) -> Result:
-        """Executes a call after all queued calls and returns its result; see `submit` for names."""
+        """Executes a call after all queued calls and returns its result; raises the same errors as `submit`."""
         request.is_awaited = True
         with self._condition:
             self._enter(request)
@@ -257,7 +257,7 @@ class CallQueue:
         request.number = self._submitted
 
     def _take_turn(self, request: CallRequest[Result], queue: deque[CallRequest[Any]]) -> bool:
-        """Returns True if the program's thread executes the call; queues it if another call is running or queued."""
+        """Reserves the queue and returns True, or queues the call and returns False if another is running or queued."""
         if self._is_busy or self._waiting or self._barriers:
             self._append(request, queue)
             return False
@@ -398,7 +398,7 @@ class CallQueue:
 
 
 class CallHandle(Generic[Result]):
-    """The handle of an asynchronous call, which it submits to the queue. Pass it to `poll` or `synchronize`."""
+    """The handle of an asynchronous call, to be passed to `poll` or `synchronize`. Creating it submits the call."""
 
     def __init__(self, queue: CallQueue, request: CallRequest[Result]) -> None:
         self._queue = queue

@@ -121,10 +121,11 @@ def _chain(node: ast.expr) -> tuple[str, str] | None:
 
 
 def choose_mode(readings: Mapping[str, PythonSource], group_users: Mapping[str, tuple[int, str]]) -> ModeChoice:
-    """Returns the mode for a program, from its parsed files and the first such use in each other file.
+    """Returns the mode for a program.
 
     FSDP, DTensor, torch's checkpoints and some libraries require torch's default group. A program that uses any of
-    these keeps torch.distributed and changes only its backend.
+    these keeps torch.distributed and changes only its backend. `group_users` contains the line and the library for each
+    other file that uses such a library.
     """
     reasons = {file: f"{file}:{line} uses {library}, {_USES_GROUPS}" for file, (line, library) in group_users.items()}
     reasons |= {file: reason for file, reading in readings.items() if (reason := _reason_for_plugin(file, reading))}

@@ -247,8 +247,8 @@ def _named(statement: cst.Import | cst.ImportFrom, first: str) -> Iterator[tuple
 class Edits:
     """The edits to a file, keyed by node.
 
-    `arguments` are added to calls, `comments` are the reasons to write above statements, and `modules` are additional
-    imports.
+    `arguments` are the arguments to add to calls, `comments` the reasons to write above statements, and `modules` the
+    modules to import.
     """
 
     module: cst.Module

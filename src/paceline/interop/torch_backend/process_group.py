@@ -201,8 +201,8 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     """A process group created by torch.distributed's `init_process_group` or `new_group`.
 
     PyTorch reads names, ranks and devices from a group's backend; this group is its own backend. After a failure, a
-    group can be aborted, shrunk, or given different ranks with `reconfigure`. Without a `world`, the connected Paceline
-    group, `reconfigure` connects the ranks later.
+    group can be aborted, shrunk, or given different ranks with `reconfigure`. `world` is the connected Paceline group;
+    if it is None, `reconfigure` connects the ranks later.
     """
 
     supports_splitting = False

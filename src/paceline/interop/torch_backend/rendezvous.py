@@ -40,7 +40,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHARE_OF_WAIT = 0.001, 0.25, 1 / 16
 class StoreForTorch(TorchStore):
     """A torch.distributed store backed by a Paceline store.
 
-    Torch's `PrefixStore` does not forward calls on queues and `list_keys` to stores written in Python.
+    Torch's `PrefixStore` does not forward `list_keys` and the queue methods to stores written in Python.
     """
 
     def __init__(self, store: Store) -> None:

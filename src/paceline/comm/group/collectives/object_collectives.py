@@ -306,7 +306,7 @@ class OutgoingObjects:
 class IncomingObjects:
     """Objects announced by a rank. Their heads are received first, and then their buffers.
 
-    Malformed data, including announcements of more memory than there is, raises a `CollectiveObjectError`.
+    All methods raise a `CollectiveObjectError` if the sender could not send the objects or sent malformed data.
     """
 
     def __init__(self, group: ProcessGroup, call: str, sender: int, announcement: torch.Tensor) -> None:

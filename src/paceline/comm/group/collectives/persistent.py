@@ -161,7 +161,7 @@ class _Limits(NamedTuple):
 
 
 class EngineCall(PersistentCall):
-    """A persistent call prepared by the engine, with the group's current timeout unless `timeout` is given.
+    """A persistent call prepared by the engine, which uses the group's current timeout unless `timeout` is given.
 
     The buffers of `plan` must not contain copies.
     """
