@@ -327,7 +327,7 @@ def parts_by_rank(whole: torch.Tensor, count: int, rank_map: RankMap, call: str,
 def rows_by_rank(
     whole: torch.Tensor, sizes: Sequence[int] | None, rank_map: RankMap, call: str, name: str
 ) -> list[torch.Tensor]:
-    """Divides `whole` along its first dimension. Rank r's part has `sizes[r]` rows; if `sizes` is None, all are equal."""
+    """Divides `whole` along its first dimension. Rank r's part has `sizes[r]` rows; by default, all are equal."""
     if whole.dim() == 0:
         raise ValueError(
             f"rank {rank_map.me.rank}: {call}: {name} has no dimensions, and therefore no rows to divide among "
