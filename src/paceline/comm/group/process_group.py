@@ -290,8 +290,7 @@ class ProcessGroup:
         listed = as_list(tensors, "all_reduce")
         if wire is None and len(listed) == 1 and listed[0].layout is torch.sparse_coo:
             return self._all_reduce_sparse(listed[0], required_reduction(op), async_op, timeout)
-        plan = plan_all_reduce(listed, op, self.limit_ns(timeout), any_order)
-        return self._run(plan if wire is None else with_wire(plan, wire, self.size()), async_op)
+        return self._run(plan_all_reduce(listed, op, self.limit_ns(timeout), any_order), async_op, wire)
 
     def _all_reduce_sparse(
         self, tensor: torch.Tensor, op: Reduction, async_op: bool, timeout: Timeout | None
@@ -332,7 +331,7 @@ class ProcessGroup:
         buffers = Buffers()
         buffers.kept += kept
         buffers.written += kept
-        return self._run(with_wire((call, buffers), wire, self.size()), async_op)
+        return self._run((call, buffers), async_op, wire)
 
     def reduce_scatter_memory(
         self,
@@ -423,8 +422,7 @@ class ProcessGroup:
             )
         ):
             return None
-        plan = plan_all_gather(self.rank_map, outputs, tensors, self.limit_ns(timeout))
-        return self._run(with_wire(plan, wire, self.size()), async_op)
+        return self._run(plan_all_gather(self.rank_map, outputs, tensors, self.limit_ns(timeout)), async_op, wire)
 
     def gather(
         self,
@@ -475,10 +473,10 @@ class ProcessGroup:
             return None
         if are_uneven(inputs, self.rank_map, "reduce_scatter"):
             plans = plan_uneven_reduce_scatter(self.rank_map, output, inputs, op, self.limit_ns(timeout))
-            works = [self._run(with_wire(plan, wire, self.size()), async_op) for plan in plans]
+            works = [self._run(plan, async_op, wire) for plan in plans]
             return join_works(works, "reduce_scatter", as_list(output, "reduce_scatter"))
         plan = plan_reduce_scatter(self.rank_map, output, inputs, op, self.limit_ns(timeout))
-        return self._run(with_wire(plan, wire, self.size()), async_op)
+        return self._run(plan, async_op, wire)
 
     def scatter(
         self,
@@ -875,14 +873,16 @@ class ProcessGroup:
             call = CollectiveCall(operation, code, reduce_code, root, count, limit_ns, inputs, outputs)
             raise self._abandon(outcome, call, kept)
 
-    def _run(self, plan: CallPlan, async_op: bool | None) -> Work | None:
+    def _run(self, plan: CallPlan, async_op: bool | None, wire: WireLike = None) -> Work | None:
         """Executes a planned call with the engine for the device of its tensors.
 
         If `async_op` is None, waits and returns a finished `Work`, like torch's methods.
         """
         if self._closed:
             raise self.closed_error()
-        if self.wire is not None:
+        if wire is not None:
+            plan = with_wire(plan, wire, self.size())
+        elif self.wire is not None:
             plan = self._rounded(plan, self.wire)
         call, buffers = plan
         recording = self.recording(str(call.operation), _shown(plan)) if profiler._is_profiler_enabled else None

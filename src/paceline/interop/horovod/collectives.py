@@ -111,8 +111,8 @@ class ScaledReduction:
     """
 
     by: ReduceOp
-    before: float
-    after: float
+    before: float = 1.0
+    after: float = 1.0
 
     def of(self, size: int) -> ScaledReduction:
         """Converts an average that has a postscale factor to an equivalent sum; returns other reductions unchanged."""
@@ -192,11 +192,11 @@ def _derivative(mine: torch.Tensor, by: ReduceOp, process_set: ProcessSet) -> to
     if by is Product:
         factors = torch.stack([torch.ones_like(mine)] * process_set.size())
         factors[process_set.rank()] = mine
-        (factors,) = _reduced(ScaledReduction(Product, 1.0, 1.0), None, process_set, [factors])
+        (factors,) = _reduced(ScaledReduction(Product), None, process_set, [factors])
         return torch.cat([factors[: process_set.rank()], factors[process_set.rank() + 1 :]]).prod(0)
-    (extreme,) = _reduced(ScaledReduction(by, 1.0, 1.0), None, process_set, [mine])
+    (extreme,) = _reduced(ScaledReduction(by), None, process_set, [mine])
     is_mine = (mine == extreme).to(mine.dtype)
-    (holders,) = _reduced(ScaledReduction(Sum, 1.0, 1.0), None, process_set, [is_mine])
+    (holders,) = _reduced(ScaledReduction(Sum), None, process_set, [is_mine])
     return is_mine / holders
 
 
@@ -367,7 +367,7 @@ class _Broadcast(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Returns the mean of the ranks' gradients on the root, and zeros on the other ranks."""
-        (mean,) = _reduced(ScaledReduction(Average, 1.0, 1.0), None, ctx.process_set, [grad])
+        (mean,) = _reduced(ScaledReduction(Average), None, ctx.process_set, [grad])
         return mean if default_group().rank() == ctx.root_rank else torch.zeros_like(mean), None, None, None
 
 
