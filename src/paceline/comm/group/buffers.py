@@ -58,7 +58,7 @@ def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
 
 def unpack_single(tensors: Tensors) -> Tensors:
     """Unpacks a list that contains a single tensor, because the fastest path of a call requires a bare tensor."""
-    return tensors[0] if not isinstance(tensors, torch.Tensor) and len(tensors) == 1 else tensors
+    return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
 
 
 def require_tensors(call: str, **arguments: object) -> None:
@@ -168,21 +168,27 @@ class Buffers:
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Returns the address and the number of bytes of each tensor that the call reads."""
-        return self._pieces([tensor.detach() if self._usable(tensor) else self._copy(tensor) for tensor in tensors])
+        first = len(self.kept)
+        flat: list[int] = []
+        for tensor in tensors:
+            dense = tensor.detach() if self._usable(tensor) else self._copy(tensor)
+            self.kept.append(dense)
+            flat += (address_of(dense), dense.nbytes)
+        return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:], flat)
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Returns the address and the number of bytes of each tensor that the call writes or updates."""
+        first = len(self.kept)
+        flat: list[int] = []
         self.written += tensors
-        dense = [tensor if self._usable(tensor) else self._copy(tensor) for tensor in tensors]
-        self._copy_back += [
-            (tensor.detach(), copy) for tensor, copy in zip(tensors, dense, strict=True) if copy is not tensor
-        ]
-        return self._pieces(dense)
-
-    def _pieces(self, dense: list[torch.Tensor]) -> list[int]:
-        self.kept += dense
-        flat = [number for tensor in dense for number in (address_of(tensor), tensor.nbytes)]
-        return flat if not dense or dense[0].is_cpu else DevicePieces(dense, flat)
+        for tensor in tensors:
+            dense = tensor
+            if not self._usable(tensor):
+                dense = self._copy(tensor)
+                self._copy_back.append((tensor.detach(), dense))
+            self.kept.append(dense)
+            flat += (address_of(dense), dense.nbytes)
+        return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:], flat)
 
     @property
     def finish(self) -> Callable[[], None] | None:

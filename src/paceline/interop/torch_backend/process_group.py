@@ -20,6 +20,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from multiprocessing import util
 from typing import Any
 
@@ -58,6 +59,7 @@ _SHRINK_FACTORY = "_create_shrunk_process_group"
 _ABORT = 1  # the value of torch's SHRINK_ABORT
 _HANDLE_PREFIX = "paceline:"
 
+Call = Callable[[bool, Timeout | None], Work | None]
 Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
@@ -352,19 +354,19 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     ) -> TorchWork:
         """Reduces one tensor, or several tensors in one call, over all ranks."""
         by = reduction_of(opts if op is None else op)
-        return self._finish(opts, timeout, tensors, self._group.all_reduce, unpack_single(tensors), by)
+        return self._finish(opts, timeout, tensors, partial(self._group.all_reduce, unpack_single(tensors), by))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
         """Reduces tensors with different dtypes over all ranks."""
         call = coalesced.all_reduce_coalesced
-        return self._finish(opts, None, tensors, call, tensors, reduction_of(opts), self._group)
+        return self._finish(opts, None, tensors, partial(call, tensors, reduction_of(opts), self._group))
 
     def broadcast(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
     ) -> TorchWork:
         """Copies the root's tensors to all ranks."""
         source = _root(opts if root is None else root)
-        return self._finish(opts, timeout, tensors, self._group.broadcast, tensors, source)
+        return self._finish(opts, timeout, tensors, partial(self._group.broadcast, tensors, source))
 
     def reduce(
         self,
@@ -378,14 +380,14 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         """Reduces tensors over all ranks; only the root receives the result."""
         target = _root(opts if root is None else root)
         by = reduction_of(opts if op is None and hasattr(opts, "reduceOp") else op)
-        return self._finish(opts, timeout, tensors, self._group.reduce, tensors, target, by)
+        return self._finish(opts, timeout, tensors, partial(self._group.reduce, tensors, target, by))
 
     def allgather(
         self, output_tensors: Lists, input_tensors: Tensors, opts: Any = None, *, timeout: timedelta | None = None
     ) -> TorchWork:
         """Copies every rank's tensor to all ranks."""
         outputs = one_list(output_tensors, "allgather")
-        return self._finish(opts, timeout, outputs, self._group.all_gather, outputs, input_tensors)
+        return self._finish(opts, timeout, outputs, partial(self._group.all_gather, outputs, input_tensors))
 
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any = None
@@ -393,18 +395,20 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         """Gathers several tensors per rank on all ranks; `output_lists[r]` receives the tensors from rank r."""
         outputs = [output for outputs in output_lists for output in outputs]
         call = coalesced.all_gather_coalesced
-        return self._finish(opts, None, outputs, call, output_lists, input_list, self._group)
+        return self._finish(opts, None, outputs, partial(call, output_lists, input_list, self._group))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Gathers every rank's tensor into one tensor on all ranks, concatenated in rank order."""
-        return self._finish(opts, None, [output], collectives.all_gather_into_tensor, output, input, self._group)
+        return self._finish(
+            opts, None, [output], partial(collectives.all_gather_into_tensor, output, input, self._group)
+        )
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         """Performs `all_gather_single` for several tensors."""
         call = coalesced.all_gather_into_tensor_coalesced
-        return self._finish(opts, None, outputs, call, outputs, inputs, self._group)
+        return self._finish(opts, None, outputs, partial(call, outputs, inputs, self._group))
 
     def gather(
         self,
@@ -418,7 +422,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         """Copies every rank's tensor to the root."""
         target = _root(opts if root is None else root)
         outputs = one_list(output_tensors, "gather") if self.rank() == target else None
-        return self._finish(opts, timeout, outputs or [], self._group.gather, outputs, input_tensors, target)
+        return self._finish(opts, timeout, outputs or [], partial(self._group.gather, outputs, input_tensors, target))
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Gathers every rank's tensor into one tensor on the root, concatenated in rank order."""
@@ -426,7 +430,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         parts = None
         if self.rank() == target:
             parts = parts_by_rank(output, input.numel(), self._group.rank_map, "gather_single", "output")
-        return self._finish(opts, None, [output], self._group.gather, parts, input, target)
+        return self._finish(opts, None, [output], partial(self._group.gather, parts, input, target))
 
     def scatter(
         self,
@@ -440,7 +444,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         """Sends one of the root's tensors to each rank."""
         source = _root(opts if root is None else root)
         inputs = one_list(input_tensors, "scatter") if self.rank() == source else None
-        return self._finish(opts, timeout, output_tensors, self._group.scatter, output_tensors, inputs, source)
+        return self._finish(opts, timeout, output_tensors, partial(self._group.scatter, output_tensors, inputs, source))
 
     def reduce_scatter(
         self,
@@ -453,19 +457,21 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     ) -> TorchWork:
         """Reduces lists of tensors elementwise over the ranks; rank r receives the r-th result."""
         by, inputs = reduction_of(opts if op is None else op), one_list(input_tensors, "reduce_scatter")
-        return self._finish(opts, timeout, output_tensors, self._group.reduce_scatter, output_tensors, inputs, by)
+        return self._finish(
+            opts, timeout, output_tensors, partial(self._group.reduce_scatter, output_tensors, inputs, by)
+        )
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Performs `reduce_scatter` on one tensor that contains the parts in rank order."""
         call = collectives.reduce_scatter_tensor
-        return self._finish(opts, None, [output], call, output, input, reduction_of(opts), self._group)
+        return self._finish(opts, None, [output], partial(call, output, input, reduction_of(opts), self._group))
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         """Performs `reduce_scatter_single` for several tensors."""
         call = coalesced.reduce_scatter_tensor_coalesced
-        return self._finish(opts, None, outputs, call, outputs, inputs, reduction_of(opts), self._group)
+        return self._finish(opts, None, outputs, partial(call, outputs, inputs, reduction_of(opts), self._group))
 
     def alltoall(
         self,
@@ -476,7 +482,9 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """Sends a separate tensor from each rank to every rank."""
-        return self._finish(opts, timeout, output_tensors, self._group.all_to_all, output_tensors, input_tensors)
+        return self._finish(
+            opts, timeout, output_tensors, partial(self._group.all_to_all, output_tensors, input_tensors)
+        )
 
     def all_to_all_single(
         self,
@@ -491,7 +499,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         """Performs `alltoall` on tensors that contain the parts in rank order, by default with equal sizes."""
         sizes = output_split_sizes or None, input_split_sizes or None
         call = collectives.all_to_all_single
-        return self._finish(opts, timeout, [output], call, output, input, *sizes, self._group)
+        return self._finish(opts, timeout, [output], partial(call, output, input, *sizes, self._group))
 
     def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> TorchWork:
         """Waits until all ranks have called this method."""
@@ -539,14 +547,11 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         works, self._coalescing = self._coalescing or [], None
         return RunningWork(JoinedWork(works, "coalesced calls", []), [])
 
-    def _finish(
-        self, opts: Any, timeout: timedelta | None, results: Tensors, call: Callable[..., Work | None], *args: object
-    ) -> TorchWork:
-        """Executes `call` with `args` and the options `async_op` and `timeout`; `results` are the tensors it writes."""
+    def _finish(self, opts: Any, timeout: timedelta | None, results: Tensors, call: Call) -> TorchWork:
         # PyTorch releases without `asyncOp` in their options call `wait` themselves.
         background = self._coalescing is not None or getattr(opts, "asyncOp", True)
         try:
-            work = call(*args, async_op=background, timeout=time_limit(opts, timeout))
+            work = call(background, time_limit(opts, timeout))
         except CollectiveError:
             self._note_failure()
             raise
