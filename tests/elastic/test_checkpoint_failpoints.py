@@ -8,6 +8,7 @@ import elastic_job
 import elastic_programs
 import elastic_usual
 import pytest
+from checkpoint_states import newest_whole
 
 from paceline.train.checkpoint.format.root import Root
 from paceline.train.elastic.failpoints import POINTS_OF_CHECKPOINTS
@@ -42,7 +43,7 @@ def die_in_a_save(
     )
     assert (outcome.code, outcome.errors) == (0, {}), outcome
     assert {*outcome.results.values()} == {undisturbed}, outcome
-    found, skipped = Root(directory).newest_whole(digests=True)
+    found, skipped = newest_whole(Root(directory), digests=True)
     assert found is not None and skipped == []
     assert found.step in steps
     return outcome.ended
@@ -74,7 +75,7 @@ def train_as_usual(directory: Path, epochs: int, failpoints: str = "") -> elasti
 def test_a_worker_of_the_usual_loop_may_die_in_a_save(tmp_path: Path, point: str) -> None:
     ended = train_as_usual(tmp_path, 2, f"0.0.0:{point}@1=kill").ended
     assert ended["0.0.0"] == -9
-    found, skipped = Root(tmp_path).newest_whole(digests=True)
+    found, skipped = newest_whole(Root(tmp_path), digests=True)
     assert found is not None
     assert skipped == []
     later = train_as_usual(tmp_path, 3)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from checkpoint_states import newest_whole
 from forked_scripts import run_alone, run_script
 
 from paceline import CollectiveMismatchError
@@ -48,7 +49,7 @@ def test_the_example_of_checkpoints_leaves_whole_ones(ranks, tmp_path):
     said, _ = ranks(2)(run_example, *arguments)
     assert "2 ranks start at step 0" in said
     assert f"has reached step 3. {tmp_path} contains step_0000000002, step_0000000003." in said
-    found, skipped = Root(tmp_path).newest_whole(digests=True)
+    found, skipped = newest_whole(Root(tmp_path), digests=True)
     assert found is not None and (found.step, skipped) == (3, [])
 
 

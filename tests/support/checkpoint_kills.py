@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 from checkpoint_disks import KillingDisk
-from checkpoint_states import WORLD_SIZE, steps_in, write
+from checkpoint_states import WORLD_SIZE, newest_whole, steps_in, write
 from checkpoint_states import save as save_alone
 
 from paceline.train.checkpoint.format.local_storage import Disk, LocalStorage
@@ -103,7 +103,7 @@ def sweep(directory: Path, killed: set[int]) -> dict[str, int]:
         outcome = save(directory, step, number, killed)
         if outcome.is_reported:
             latest, reported = step, reported + 1
-        found, _ = root.newest_whole(digests=True)
+        found, _ = newest_whole(root, digests=True)
         assert found is not None and found.step is not None, f"no checkpoint after a kill at operation {number}"
         assert found.step >= latest, f"{found} is older than {latest}"
         assert steps_in(root, found.name) == {found.step}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
+from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
 from paceline.train.checkpoint.format.manifest import Draft, RankPart
 from paceline.train.checkpoint.format.part_writer import WriteItem, write_part
 from paceline.train.checkpoint.format.regions import Flat, TensorBlock, whole
-from paceline.train.checkpoint.format.root import Root
+from paceline.train.checkpoint.format.root import Listing, Root
 from paceline.train.checkpoint.format.values import encode
 
 WORLD_SIZE = 2
@@ -40,6 +42,30 @@ def save(root: Root, step: int) -> str:
     parts = [write(root, draft, step, rank) for rank in range(WORLD_SIZE)]
     root.publish(draft, parts, encode({"step": step}), world_size=WORLD_SIZE)
     return draft.name
+
+
+def newest_whole(root: Root, *, digests: bool = False) -> tuple[Listing | None, list[Listing]]:
+    """Returns the newest checkpoint without a fault, and the newer checkpoints with their faults.
+
+    If `digests` is set, the digests of all files are compared, rather than only their sizes.
+    """
+    skipped: list[Listing] = []
+    for listing in root.listing():
+        fault = listing.fault
+        if fault is None and digests:
+            fault = fault_of_digests(root, listing.name)
+        if fault is None:
+            return listing, skipped
+        skipped.append(replace(listing, fault=fault))
+    return None, skipped
+
+
+def fault_of_digests(root: Root, name: str) -> str | None:
+    try:
+        with root.open(name) as checkpoint:
+            return next(iter(checkpoint.verify()), None)
+    except CheckpointError as error:
+        return str(error)
 
 
 def steps_in(root: Root, name: str) -> set[float]:

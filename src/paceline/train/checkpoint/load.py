@@ -200,8 +200,7 @@ def newest_sequence(root: Root, disks: Disks | None, channel: CollectiveChannel)
     """Returns the sequence number of the newest complete checkpoint on disk, or 0 if none can be read."""
 
     def look() -> bytes:
-        newest, _ = root.newest_whole()
-        return b"0" if newest is None else str(newest.sequence).encode()
+        return str(next((entry.sequence or 0 for entry in root.listing() if entry.fault is None), 0)).encode()
 
     with contextlib.suppress(CheckpointError):
         if disks is None:

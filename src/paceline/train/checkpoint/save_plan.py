@@ -73,7 +73,7 @@ def plan_save(
     root: Root,
     step: int | None,
     channel: CollectiveChannel,
-    disks: Disks | None = None,
+    disks: Disks | None,
     least_sequence: int = 0,
 ) -> SavePlan:
     """Returns this rank's plan and begins the checkpoint; every rank must call this.

@@ -94,7 +94,7 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
             if length > nbytes:
                 raise ValueError(f"its header has {length:,} bytes, but the file has {nbytes:,}")
             header = beginning + file.read(length - len(beginning))
-        tensors, _ = read_header(header)
+        tensors = read_header(header)
     except ValueError as error:
         raise CheckpointDamagedError(f"{path} cannot be read as a safetensors file: {error}") from None
     end = max((stored.offset + stored.nbytes for stored in tensors), default=len(header))

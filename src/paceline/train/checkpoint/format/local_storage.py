@@ -58,10 +58,10 @@ class LocalStorage:
         """Returns the full path of a name."""
         return str(self.path / name)
 
-    def names(self, directory: str = "") -> list[str]:
-        """Returns the names in a directory, or [] if it does not exist."""
+    def names(self) -> list[str]:
+        """Returns the names in the directory, or [] if it does not exist."""
         try:
-            return os.listdir(self.path / directory)
+            return os.listdir(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -283,7 +283,7 @@ class DirectWriter:
     buffer. Direct writes are unnecessary for small files (`is_wanted`).
     """
 
-    def __init__(self, disk: Disk, descriptor: int, *, is_wanted: bool = True) -> None:
+    def __init__(self, disk: Disk, descriptor: int, *, is_wanted: bool) -> None:
         self._disk, self._descriptor = disk, descriptor
         self._is_direct = is_wanted and disk.set_direct(descriptor, True)
         self._buffer: memoryview | None = None

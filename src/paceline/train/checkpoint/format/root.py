@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline import __version__
 from paceline.errors import CheckpointDamagedError, CheckpointError
@@ -180,28 +180,6 @@ class Root:
         If a checkpoint has no fault, all its files exist and have the right sizes.
         """
         return listing_of(self.storage)
-
-    def newest_whole(self, *, digests: bool = False) -> tuple[Listing | None, list[Listing]]:
-        """Returns the newest checkpoint without a fault, and the newer checkpoints with their faults.
-
-        If `digests` is set, the digests of all files are compared, rather than only their sizes.
-        """
-        skipped: list[Listing] = []
-        for listing in self.listing():
-            fault = listing.fault
-            if fault is None and digests:
-                fault = self._fault_of(listing.name)
-            if fault is None:
-                return listing, skipped
-            skipped.append(replace(listing, fault=fault))
-        return None, skipped
-
-    def _fault_of(self, name: str) -> str | None:
-        try:
-            with self.open(name) as checkpoint:
-                return next(iter(checkpoint.verify()), None)
-        except CheckpointError as error:
-            return str(error)
 
     def open(self, name: str) -> Checkpoint:
         """Opens the checkpoint with this name, and protects it from removal until it is closed."""

@@ -50,14 +50,12 @@ class StoredTensor:
         return nbytes_of(self.dtype, self.shape)
 
 
-def header_of(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None
-) -> tuple[bytes, list[StoredTensor]]:
+def header_of(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[StoredTensor]]:
     """Returns the header of a file, and the tensors with their offsets.
 
     The tensors are given by key, dtype and shape, in byte order. Raises ValueError if two of them have the same key.
     """
-    members: dict[str, object] = {_METADATA: metadata or {"format": "pt"}}
+    members: dict[str, object] = {_METADATA: {"format": "pt"}}
     end = 0
     for key, dtype, shape in tensors:
         if key in members:
@@ -77,14 +75,14 @@ def header_of(
     return header, stored_tensors
 
 
-def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Returns the tensors in a file and its metadata, given its header.
+def read_header(header: bytes | bytearray) -> list[StoredTensor]:
+    """Returns the tensors in a file, given its header.
 
     Raises ValueError if the header is not that of a safetensors file, or its tensors overlap or have gaps between them.
     """
     try:
         raw = msgspec.json.decode(header[_LENGTH_NBYTES:], type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
+        msgspec.json.decode(raw.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])  # checked, but not used
         infos = {key: msgspec.json.decode(text, type=_Info) for key, text in raw.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"its header is not that of a safetensors file: {error}") from None
@@ -100,10 +98,9 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
                 f"the bytes {info.data_offsets} of {key} do not begin at {end}, where the preceding bytes end"
             )
         end = info.data_offsets[1]
-    tensors = [
+    return [
         StoredTensor(key, info.dtype, info.shape, len(header) + info.data_offsets[0]) for key, info in infos.items()
     ]
-    return tensors, metadata
 
 
 def length_of(beginning: bytes | bytearray) -> int:

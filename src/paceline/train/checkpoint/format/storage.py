@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from paceline.errors import CheckpointError
 
@@ -93,8 +93,8 @@ class Storage(ReadableStorage, WritableStorage, Protocol):
 
     renames: bool
 
-    def names(self, directory: str = "") -> list[str]:
-        """Returns the names in a directory, or [] if it does not exist."""
+    def names(self) -> list[str]:
+        """Returns the names of files and directories in the storage, or [] if it does not exist."""
 
     def make_directory(self, name: str) -> None:
         """Creates a directory and its parents, if they do not exist, and makes them durable."""
@@ -195,9 +195,9 @@ def check_room(storage: StorageLocation, nbytes: int, rank: int | None = None) -
 class ProgressPrinter:
     """Prints the progress of a read or write to stderr every five seconds. Short operations print nothing."""
 
-    def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Initializes the printer. `what` begins each line, as in "paceline: rank 0: checkpoint step_42: wrote"."""
-        self._what, self._stream, self._clock = what, stream, clock
+        self._what, self._clock = what, clock
         self._began = self._printed = clock()
 
     def __call__(self, done: int, total: int) -> None:
@@ -211,7 +211,7 @@ class ProgressPrinter:
         share = 100 * done // total if total else 100
         print(
             f"{self._what} {size_text(done)} of {size_text(total)} ({share}%, {size_text(int(rate))}/s{left})",
-            file=self._stream or sys.stderr,
+            file=sys.stderr,
             flush=True,
         )
 
@@ -248,11 +248,11 @@ class FsspecStorage:
     def _full(self, name: str) -> str:
         return f"{self._path.rstrip('/')}/{name}" if name else self._path
 
-    def names(self, directory: str = "") -> list[str]:
-        """Returns the names in a directory, or [] if it does not exist."""
+    def names(self) -> list[str]:
+        """Returns the names at the address, or [] if it does not exist."""
         self._system.invalidate_cache()
         try:
-            found = self._system.ls(self._full(directory), detail=False)
+            found = self._system.ls(self._path, detail=False)
         except FileNotFoundError:
             return []
         return [path.rstrip("/").rsplit("/", 1)[-1] for path in found]

@@ -6,7 +6,7 @@ import os
 import struct
 
 import pytest
-from checkpoint_states import NAMES, SHAPE, save
+from checkpoint_states import NAMES, SHAPE, newest_whole, save
 
 from paceline.errors import CheckpointDamagedError
 from paceline.train.checkpoint.format.manifest import BLOCK_NBYTES
@@ -16,7 +16,7 @@ from paceline.train.checkpoint.format.root import Root, open_checkpoint
 
 
 def newest(root: Root) -> str:
-    found, skipped = root.newest_whole(digests=True)
+    found, skipped = newest_whole(root, digests=True)
     assert found is not None and skipped == []
     return found.name
 
@@ -63,7 +63,7 @@ def test_every_flipped_byte_is_found_and_the_older_one_taken(tmp_path):
         whole_one = file.read_bytes()
         for at in range(0, len(whole_one), 97):
             file.write_bytes(whole_one[:at] + bytes([whole_one[at] ^ 16]) + whole_one[at + 1 :])
-            found, skipped = root.newest_whole(digests=True)
+            found, skipped = newest_whole(root, digests=True)
             assert found is not None and found.name == "step_0000000001"
             assert str(file) in str(skipped[0].fault)
         file.write_bytes(whole_one)
@@ -80,7 +80,7 @@ def test_cut_and_missing_files_are_found(tmp_path, keep):
         file.unlink()
         if keep is not None:
             file.write_bytes(whole_one[:keep])
-        found, skipped = root.newest_whole()
+        found, skipped = newest_whole(root)
         assert found is not None and found.name == "step_0000000001"
         assert str(file) in str(skipped[0].fault) or "manifest.json" in str(skipped[0].fault)
         file.write_bytes(whole_one)

@@ -56,7 +56,7 @@ def address_of(view: memoryview) -> int:
 def written(path: Path, disk: Disk, views: Sequence[Sequence[memoryview]]) -> bytes:
     descriptor = disk.create(path)
     try:
-        writer = DirectWriter(disk, descriptor)
+        writer = DirectWriter(disk, descriptor, is_wanted=True)
         for each in views:
             writer.write(each)
         writer.finish()

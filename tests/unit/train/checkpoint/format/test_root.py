@@ -9,14 +9,14 @@ import struct
 from dataclasses import replace
 
 import pytest
-from checkpoint_states import save, steps_in, write
+from checkpoint_states import newest_whole, save, steps_in, write
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
 from paceline.train.checkpoint.format.root import Root, listing_of, open_checkpoint
 
 
 def newest(root: Root) -> str:
-    found, skipped = root.newest_whole(digests=True)
+    found, skipped = newest_whole(root, digests=True)
     assert found is not None and skipped == []
     return found.name
 
@@ -67,7 +67,7 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path):
         save(root, step)
     os.truncate(tmp_path / "step_0000000003" / "rank_00001_000.safetensors", 50)
     assert root.retire(1) == ["step_0000000001"]
-    found, skipped = root.newest_whole()
+    found, skipped = newest_whole(root)
     assert (
         found is not None and found.name == "step_0000000002" and [each.name for each in skipped] == ["step_0000000003"]
     )
@@ -77,7 +77,7 @@ def test_nothing_is_removed_if_none_is_whole(tmp_path):
     root = Root(tmp_path)
     save(root, 1)
     os.truncate(tmp_path / "step_0000000001" / "rank_00001_000.safetensors", 50)
-    assert root.retire(1) == [] and root.newest_whole()[0] is None
+    assert root.retire(1) == [] and newest_whole(root)[0] is None
 
 
 def test_left_overs_of_dead_saves_are_removed(tmp_path):
@@ -131,7 +131,7 @@ def test_directories_that_cannot_be_synced_are_accepted(tmp_path, monkeypatch):
 
 
 def test_an_empty_place_has_no_checkpoint(tmp_path):
-    assert Root(tmp_path / "none").newest_whole() == (None, [])
+    assert newest_whole(Root(tmp_path / "none")) == (None, [])
     with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
         open_checkpoint(tmp_path)
 

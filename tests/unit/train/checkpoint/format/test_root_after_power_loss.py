@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from checkpoint_disks import Operation, TracingDisk
 from checkpoint_power import NodePlace, after_power_loss
-from checkpoint_states import save, steps_in
+from checkpoint_states import newest_whole, save, steps_in
 from sampling import examples
 
 from paceline.train.checkpoint.format.local_storage import LocalStorage
@@ -56,7 +56,7 @@ def losses(trace: Trace, number: int, chance: random.Random):
 def check(trace: Trace, number: int, root: Root) -> None:
     """Checks that the newest complete checkpoint is the last reported one, or a later one."""
     reported = [name for name, done in trace.reported.items() if done <= number]
-    found, _ = root.newest_whole(digests=True)
+    found, _ = newest_whole(root, digests=True)
     if found is None:
         assert not reported
         return
@@ -91,7 +91,7 @@ def test_saves_go_on_after_a_loss_of_power(trace, tmp_path):
         NodePlace(left).write_to(directory)
         root = Root(directory / "run")
         name = save(root, 99)
-        found, _ = root.newest_whole(digests=True)
+        found, _ = newest_whole(root, digests=True)
         assert found is not None and found.name == name and steps_in(root, name) == {99}
         root.retire(1)
         assert not [each for each in root.storage.names() if each.startswith(".")]

@@ -20,7 +20,7 @@ def test_headers_are_those_of_the_safetensors_package():
     }
     assert bytes(read["b"]["data"]) == data[24:26] and slots[1].offset == len(header) + 24
     assert len(header) % 8 == 0 and length_of(header) == len(header)
-    assert [(each.key, each.offset) for each in read_header(header)[0]] == [(each.key, each.offset) for each in slots]
+    assert [(each.key, each.offset) for each in read_header(header)] == [(each.key, each.offset) for each in slots]
 
 
 @pytest.mark.parametrize("header", [b"", b"PK\3\4 zip!", (5).to_bytes(8, "little") + b"[1,2]"])

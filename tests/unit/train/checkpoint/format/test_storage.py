@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 
 import pytest
-from checkpoint_states import save, steps_in
+from checkpoint_states import newest_whole, save, steps_in
 
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.local_storage import open_storage
@@ -72,7 +72,7 @@ def test_a_save_that_ends_anywhere_loses_nothing(address):
             Root(place).retire(2)
         except Ended:
             has_ended = True
-        found, _ = Root(address).newest_whole(digests=True)
+        found, _ = newest_whole(Root(address), digests=True)
         assert found is not None or latest == 0
         if found is not None:
             assert (
