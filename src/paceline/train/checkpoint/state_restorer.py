@@ -323,7 +323,8 @@ def _adopt_all(
             continue
         module, found = module_of(value), tree[name]
         require_fit(full, module, value)
-        if not isinstance(found, Mapping) and _needs_dict(value, module):
+        holds = isinstance(value, dict) and holds_objects(value)
+        if not isinstance(found, Mapping) and (module is not None or holds or isinstance(value, Optimizer)):
             raise CheckpointError(
                 f"{full!r} is a {type(value).__name__} here, and a {type(found).__name__} in {where}; load it into an "
                 "object of the saved type"
@@ -336,7 +337,7 @@ def _adopt_all(
                     "None to get the saved value"
                 )
             _adopt_module(full, module, found, strict)
-        elif isinstance(value, dict) and holds_objects(value):
+        elif holds:
             _adopt_all(value, found, where, numberings, strict, full)
         elif isinstance(value, Optimizer) and is_divided(value):
             load_optimizer(value, own_state_dict(full, found, value, numberings.get(full)))
@@ -365,10 +366,6 @@ def _adopt_tensor(name: str, tensor: torch.Tensor, found: object, where: str) ->
     LoadTargets().require(name, tensor)
     with copying_into([tensor]):
         tensor.copy_(found)
-
-
-def _needs_dict(value: object, module: nn.Module | None) -> bool:
-    return module is not None or isinstance(value, Optimizer) or (isinstance(value, dict) and holds_objects(value))
 
 
 def _adopt_module(name: str, module: nn.Module, found: Mapping[str, Any], strict: bool) -> None:

@@ -180,11 +180,7 @@ class CheckpointCache:
 
 
 def new_file() -> int:
-    """Creates an empty file in memory and returns its descriptor.
-
-    Raises:
-        OSError: no descriptor is available.
-    """
+    """Creates an empty file in memory and returns its descriptor."""
     return memfd_create(_NAME)
 
 
