@@ -69,7 +69,7 @@ std::optional<WaitChainResult> WaitChainSearch::advance(const std::vector<int>& 
     const auto now = Clock::now();
     const bool ends = now - begun_ > kMaxTimeouts * answer_timeout_;
     std::vector<Key> reached;
-    std::vector<Key> to_ask;
+    std::vector<Key> unsent;
     std::set<int> blocking;
     std::set<int> in_call;
     std::set<int> waiting;
@@ -92,16 +92,16 @@ std::optional<WaitChainResult> WaitChainSearch::advance(const std::vector<int>& 
                 follow(registry_.answer_for_locked(key.second));
                 continue;
             }
-            Query& asked = queries_.try_emplace(key, Query{now, false, std::nullopt}).first->second;
-            if (asked.answer) {
-                if (asked.answer->kind == Answer::Kind::not_waiting) blocking.insert(key.first);
-                if (asked.answer->kind == Answer::Kind::waiting) waiting.insert(key.first);
-                under_way = under_way || asked.answer->kind == Answer::Kind::completed;
-                follow(*asked.answer);
+            Query& query = queries_.try_emplace(key, Query{now, false, std::nullopt}).first->second;
+            if (query.answer) {
+                if (query.answer->kind == Answer::Kind::not_waiting) blocking.insert(key.first);
+                if (query.answer->kind == Answer::Kind::waiting) waiting.insert(key.first);
+                under_way = under_way || query.answer->kind == Answer::Kind::completed;
+                follow(*query.answer);
                 continue;
             }
-            if (!asked.sent) to_ask.push_back(key);
-            if (!ends && now - asked.since < answer_timeout_)
+            if (!query.sent) unsent.push_back(key);
+            if (!ends && now - query.since < answer_timeout_)
                 open = true;
             else
                 blocking.insert(key.first);
@@ -111,7 +111,7 @@ std::optional<WaitChainResult> WaitChainSearch::advance(const std::vector<int>& 
             std::erase_if(waiting, [&held_up](int global_rank) { return !held_up.contains(global_rank); });
         }
     }
-    for (const Key& key : to_ask) {
+    for (const Key& key : unsent) {
         if (!registry_.send_query(key.first, key.second)) continue;
         const std::lock_guard lock(registry_.mutex_);
         queries_.at(key).sent = true;

@@ -141,8 +141,8 @@ TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::
             return TorchOutcome::answered;
         }
         case TorchQuery::queue_pop: {
-            const Message asked{static_cast<std::uint8_t>(Op::queue_length), 0, request.fields};
-            const auto length = table.apply(asked, changed);
+            const Message length_request{static_cast<std::uint8_t>(Op::queue_length), 0, request.fields};
+            const auto length = table.apply(length_request, changed);
             append_number(out, length->number);
             if (length->number > 0) append_text(out, table.apply(request, changed)->fields[0]);
             return TorchOutcome::answered;

@@ -61,8 +61,8 @@ std::string Library::take_error_message() const {
     ERR_clear_error();
     if (code == 0) return {};
     ERR_error_string_n(code, text.data(), text.size());
-    const std::string said = text.data();
-    return said.substr(said.rfind(':') + 1);  // error:0A000086:SSL routines::certificate verify failed
+    const std::string message = text.data();
+    return message.substr(message.rfind(':') + 1);  // error:0A000086:SSL routines::certificate verify failed
 }
 
 std::vector<std::string> libssl_paths(std::string_view maps) {

@@ -50,7 +50,7 @@ def said(outcome: Outcome, kind: type, worker: str) -> list[Any]:
 
 
 def gave_up_learning(outcome: Outcome, worker: str = RECEIVER) -> bool:
-    return any(not each.learns for each in said(outcome, WorkerReady, worker))
+    return any(not each.can_catch_up for each in said(outcome, WorkerReady, worker))
 
 
 @pytest.mark.parametrize("adapts", [True, False])

@@ -95,7 +95,7 @@ def test_output_stacks_and_events_of_all_machines_are_shown():
         wait_until(lambda: {"rank 0 talks", "rank 1 talks"} <= set(texts("log")))
         lines = picture(address)["log"]["items"]
         assert {line["rank"] for line in lines if line["text"] == "rank 1 talks"} == {1}
-        wait_until(lambda: {"worker 0 started", "worker 1 started"} <= set(texts("story")))
+        wait_until(lambda: {"worker 0 started", "worker 1 started"} <= set(texts("events")))
         wait_until(lambda: len(picture(address)["ranks"]) == 2)
         assert act(path, address.token).endswith("and requested those of the other machines")
         wait_until(lambda: [each["rank"] for each in picture(address)["stacks"]] == [0, 1])
@@ -107,7 +107,7 @@ def test_a_failure_on_another_machine_is_an_event_here():
 
         def is_told() -> bool:
             told = picture(address)
-            texts = [each["text"] for name in ("story", "log") for each in told[name]["items"]]
+            texts = [each["text"] for name in ("events", "log") for each in told[name]["items"]]
             is_event = any(re.fullmatch(r"rank 1 \(process \d+\): .+", text) for text in texts)
             return is_event and "ValueError: told to fail" in texts
 

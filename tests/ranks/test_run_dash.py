@@ -127,7 +127,7 @@ def test_the_page_of_a_job_shows_its_steps_and_who_is_stuck(start, tmp_path):
     assert told["header"]["sentence"].startswith("stuck for ")
     assert [row["is_blamed"] for row in told["ranks"]] == [False, True]
     assert told["ranks"][0]["state"] == "waiting" and "all_reduce" in told["ranks"][0]["doing"]
-    assert told["story"]["items"][-1]["kind"] == "stall"
+    assert told["events"]["items"][-1]["kind"] == "stall"
     job.wait_for(
         lambda told: [text for text in told["owed"] if text.startswith("rank 0 waits for rank 1 in all_reduce(float32")]
     )

@@ -182,7 +182,7 @@ class Job:
                 return
             message = protocol.decode_from_worker(datagram)
             self.outcome.heard.append((time.monotonic(), worker.uid, message))
-            self._follow(self._coordinator.worker_said(worker.uid, message, time.monotonic()))
+            self._follow(self._coordinator.handle_worker_message(worker.uid, message, time.monotonic()))
 
     def _bury(self, worker: Worker) -> None:
         self._hear(worker)

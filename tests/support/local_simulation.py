@@ -131,10 +131,12 @@ class Simulation:
         exchange = len(self.held)
         self.held.append(verdict)
         self.decided_s.append(self.now_s)
-        heard_s = [self.now_s if number == 0 else self.now_s + self._latency_s() for number in range(len(self.ranks))]
-        self.free_s = max(heard_s) + self._exchange_s
+        received_s = [
+            self.now_s if number == 0 else self.now_s + self._latency_s() for number in range(len(self.ranks))
+        ]
+        self.free_s = max(received_s) + self._exchange_s
         for number, rank in enumerate(self.ranks):
-            self._at(heard_s[number], lambda rank=rank: self._decide(rank, exchange))
+            self._at(received_s[number], lambda rank=rank: self._decide(rank, exchange))
             self._at(self.free_s, lambda number=number, rank=rank: self._give(number, rank, exchange))
         self._at(self.free_s, self._call)
 

@@ -164,7 +164,7 @@ class Training:
                     pid=4200 + rank,
                     state=state,
                     doing=doing,
-                    heard_s=self._now_s - (quiet_s if hung is not None else self._random.random() * 0.2),
+                    last_record_s=self._now_s - (quiet_s if hung is not None else self._random.random() * 0.2),
                     memory_nbytes=int((1.6 + 0.05 * (rank % 5)) * 1024 * MIB),
                     step=self._step,
                     steps=tuple(self._new[rank]),

@@ -47,8 +47,8 @@ def running(**slots: int) -> tuple[Coordinator, View]:
     for uid in uids:
         coordinator.worker_started(uid, uid[0], 0.0)
     for uid in uids:
-        orders = coordinator.worker_said(uid, WorkerReady("same"), 0.0)
+        orders = coordinator.handle_worker_message(uid, WorkerReady("same"), 0.0)
     view = views(orders)[0]
     for uid in uids:
-        coordinator.worker_said(uid, ViewInstalled(view.generation, 0), 0.0)
+        coordinator.handle_worker_message(uid, ViewInstalled(view.generation, 0), 0.0)
     return coordinator, view

@@ -378,7 +378,7 @@ class ReduceScatterList(Function):
         """Returns the gradient of each rank's output, divided by the number of ranks for AVG."""
         received = [grad.new_empty(shape) for shape in ctx.shapes]
         shared = all_exchanged(ctx.group, received, [grad] * len(received))
-        return None, None, None, *(_averaged(each, ctx.op, ctx.group) for each in shared)
+        return None, None, None, *(_averaged(tensor, ctx.op, ctx.group) for tensor in shared)
 
 
 @eager_methods

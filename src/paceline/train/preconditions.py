@@ -119,30 +119,30 @@ def require_same_module(
     digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
     mine: dict[str, object] = {"digest": digest, "options": options, "facts": asdict(facts)}
     mine["problem"] = str(problem) if problem else None
-    everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps(mine).encode())]
+    from_all = [json.loads(data) for data in group.all_gather_bytes(json.dumps(mine).encode())]
     if problem is not None:
         raise problem
-    for rank, other in zip(group.ranks, everyone, strict=True):
+    for rank, other in zip(group.ranks, from_all, strict=True):
         if other["problem"] is not None:
             raise CollectiveMismatchError(
                 f"rank {group.me.rank}: rank {rank} could not wrap its module, so no rank can: "
                 f"{other['problem']}. Build the same model on every rank and wrap it the same way"
             )
     for option, value in options.items():
-        values = [other["options"].get(option) for other in everyone]
+        values = [other["options"].get(option) for other in from_all]
         if any(theirs != value for theirs in values):
             sides = _sides([f"{option}={theirs!r}" for theirs in values], group.ranks)
             raise CollectiveMismatchError(
                 f"rank {group.me.rank}: the module is not wrapped in the same way on all ranks: {sides}. Pass the same "
                 "arguments on every rank"
             )
-    if any(other["digest"] != digest for other in everyone):
+    if any(other["digest"] != digest for other in from_all):
         descriptions = [json.loads(data) for data in group.all_gather_bytes(json.dumps(description).encode())]
         raise CollectiveMismatchError(
             f"rank {group.me.rank}: the models differ: {_first_difference(descriptions, group.ranks)}. "
             "Build the same model on every rank (same arguments, same order of layers) before wrapping it"
         )
-    return [RankFacts(**other["facts"]) for other in everyone]
+    return [RankFacts(**other["facts"]) for other in from_all]
 
 
 def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int]) -> str:

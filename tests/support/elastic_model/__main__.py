@@ -14,4 +14,4 @@ try:
     world.run()
 finally:
     print("\n".join(world.log))
-print(world.story() if isinstance(world, Realm) else world.over)
+print(world.history() if isinstance(world, Realm) else world.over)

@@ -103,7 +103,9 @@ def fenced(member: Member, current: Collection[str]) -> None:
     is_needed = member.round == world.rounds if is_over else member.round != NO_STATE
     is_needed = is_needed and not all(world.members[uid].is_leaving for uid in current)  # all are leaving
     if member.uid in current and is_needed:
-        raise Violation(f"{member.uid} is killed, and is one of {sorted(current)}, who hold the state; {world.story()}")
+        raise Violation(
+            f"{member.uid} is killed, and is one of {sorted(current)}, who hold the state; {world.history()}"
+        )
     member.is_frozen = False
     member.exit(-9)
 
@@ -178,8 +180,8 @@ def depart_when_empty(world: World, site: Site, tries: int = 100) -> None:
             if each.site is site:
                 each.exit(-9)
     if not site.is_gone and not site.is_cut:
-        heard_s = max((each.last_up_s for each in world.members.values() if each.site is site), default=0.0)
-        world.at(max(heard_s, world.now_s) + 0.001, None, gone, world, site)
+        last_up_s = max((each.last_up_s for each in world.members.values() if each.site is site), default=0.0)
+        world.at(max(last_up_s, world.now_s) + 0.001, None, gone, world, site)
 
 
 def gone(world: World, site: Site) -> None:
@@ -194,10 +196,10 @@ def check_view(world: World, view: View) -> None:
     known = world.views.get(view.generation)
     if known is not None:
         if known != view:
-            raise Violation(f"two views have the number {view.generation}: {known} and {view}; {world.story()}")
+            raise Violation(f"two views have the number {view.generation}: {known} and {view}; {world.history()}")
         return
     if world.views and view.generation <= max(world.views):
-        raise Violation(f"the view {view} is not newer than {max(world.views)}; {world.story()}")
+        raise Violation(f"the view {view} is not newer than {max(world.views)}; {world.history()}")
     world.views[view.generation] = view
     used = world.last_formed
     if used is None or len(world.results) == world.rounds:
@@ -205,7 +207,7 @@ def check_view(world: World, view: View) -> None:
     left = [uid for uid in used.members if uid not in world.reported_dead]
     here = [uid for uid in left if not world.members[uid].site.is_known_lost]
     if left and (2 * len(here) < len(left) or (2 * len(here) == len(left) and min(left) not in here)):
-        raise Violation(f"{here} go on without the majority of {left} in {view}; {world.story()}")
+        raise Violation(f"{here} go on without the majority of {left} in {view}; {world.history()}")
 
 
 def check_end(world: World, end: EndOrder) -> None:
@@ -213,31 +215,31 @@ def check_end(world: World, end: EndOrder) -> None:
     finished = [each for each in world.members.values() if each.has_finished]
     if end.code == 0:
         if not finished or len(world.results) < world.rounds:
-            raise Violation(f"the job ends with 0 after {len(world.results)} rounds: {world.story()}")
+            raise Violation(f"the job ends with 0 after {len(world.results)} rounds: {world.history()}")
         return
     text = end.reason
     sound = [each for each in world.members.values() if each.state != "dead" and not each.is_frozen]
     holders = [each for each in sound if each.round != NO_STATE and not each.site.is_cut]
     if "state is lost" in text:
         if [each for each in holders if each.uid in world.current()]:
-            raise Violation(f"{end} while {[each.uid for each in holders]} have it; {world.story()}")
+            raise Violation(f"{end} while {[each.uid for each in holders]} have it; {world.history()}")
     elif "Waited" in text:
         is_away = any(each.is_cut for each in world.sites.values()) or any(m.is_frozen for m in world.members.values())
         if not is_away:
-            raise Violation(f"{end} though nobody was away; {world.story()}")
+            raise Violation(f"{end} though nobody was away; {world.history()}")
     elif "asked to leave" in text:
         if any(each.round != NO_STATE and not each.is_leaving for each in sound):
-            raise Violation(f"{end}; {world.story()}")
+            raise Violation(f"{end}; {world.history()}")
     elif "no other worker finished" in text:
         if any(each.state == "dead" and each.code == 0 for each in finished):
-            raise Violation(f"{end}; {world.story()}")
+            raise Violation(f"{end}; {world.history()}")
     elif "After its last round" in text:
         if not any(each.state == "dead" and each.code > 0 for each in finished):
-            raise Violation(f"{end}; {world.story()}")
+            raise Violation(f"{end}; {world.history()}")
     elif "are left" in text or "are ready" in text:
         if sum(each.slots for each in world.sites.values() if not each.is_gone) >= world.policy.min_workers and not (
             any(not each.replaces or each.is_cut for each in world.sites.values())
         ):
-            raise Violation(f"{end}; {world.story()}")
+            raise Violation(f"{end}; {world.history()}")
     elif "without a round in between" not in text or not world.is_cursed:
-        raise Violation(f"{end}; {world.story()}")
+        raise Violation(f"{end}; {world.history()}")

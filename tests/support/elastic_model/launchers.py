@@ -97,11 +97,11 @@ class Launcher:
         if self.link is not link or not self.lives:
             return
         if type(order) is ReplicateOrder:
-            self.account.learns(order.knowledge)
+            self.account.learns(order.job_state)
             self.seeker.found()
             link.leads = True
-            if order.knowledge.views:
-                self.realm.send_up(link, "knows", (order.knowledge.views[-1].generation,))
+            if order.job_state.views:
+                self.realm.send_up(link, "knows", (order.job_state.views[-1].generation,))
         elif type(order) is SendOrder:
             if type(order.message) is View:
                 self.account.passes_on(order.message)
@@ -143,7 +143,7 @@ class Launcher:
             loss = ConnectionLoss.SILENT  # it may have sent orders that did not arrive here
         was_seeking = self.seeker.is_seeking
         self.seeker.lost(link.leader.number, loss, self.realm.now_s)
-        if not self.account.knowledge.views and not was_seeking:
+        if not self.account.job_state.views and not was_seeking:
             self.realm.launcher_over(self, EndOrder(1, "lost before the first view"))
             return
         self.realm.after(0.0, None, self.seek)
@@ -246,7 +246,7 @@ class Launcher:
         if coordinator is None:
             return
         if kind == "said":
-            self.obey(coordinator.worker_said(args[0], args[1], now_s))
+            self.obey(coordinator.handle_worker_message(args[0], args[1], now_s))
         elif kind == "started":
             self.obey(coordinator.worker_started(args[0], name, now_s))
         elif kind == "ended":
@@ -255,7 +255,7 @@ class Launcher:
         elif kind == "stalled":
             self.obey(coordinator.worker_stalled(*args, now_s))
         elif kind == "knows":
-            self.obey(coordinator.machine_knows(name, args[0], now_s))
+            self.obey(coordinator.machine_replicated(name, args[0], now_s))
         elif kind == "slots":
             self.obey(coordinator.slots_changed(name, args[0], now_s))
         elif kind == "leaves":

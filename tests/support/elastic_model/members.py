@@ -146,7 +146,7 @@ class Member:
         """The script has reached its training loop."""
         if self.state == "boot":
             self.state = "ready"
-            self.world.up(self, WorkerReady(self.site.fingerprint, self.world.learns))
+            self.world.up(self, WorkerReady(self.site.fingerprint, self.world.can_catch_up))
 
     def hear(self, message: ToWorker) -> None:
         """Processes a message from the coordinator."""
@@ -193,7 +193,7 @@ class Member:
             self.leave_group()
             self.state, self.round, self.is_inside = "ready", NO_STATE, False
             self.is_receiver, self.logs, self.transfers = False, {}, []
-            self.world.up(self, WorkerReady(self.site.fingerprint, self.world.learns, self.receiver.transfer))
+            self.world.up(self, WorkerReady(self.site.fingerprint, self.world.can_catch_up, self.receiver.transfer))
 
     def prepared(self, generation: int) -> None:
         """The member has connected to the members of a planned view, or has stopped waiting for them."""
@@ -250,7 +250,7 @@ class Member:
         if NO_STATE < self.round < top - 1:
             raise Violation(f"{self.uid} has {self.round} rounds and {source.uid} has {top}: not one apart")
         if self.round == NO_STATE and (top % self.world.batch or group.is_inside):
-            raise Violation(f"{self.uid} comes in after round {top}, in the middle of a batch; {self.world.story()}")
+            raise Violation(f"{self.uid} comes in after round {top}, in the middle of a batch; {self.world.history()}")
         is_late = self.round != NO_STATE
         self.digest, self.round, self.is_inside = source.digest, top, False
         if is_late:  # it commits the result for which it voted, and receivers get this result from its log

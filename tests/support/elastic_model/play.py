@@ -43,7 +43,7 @@ class Play:
             self.say(uid, WorkerReady(fingerprint))
 
     def say(self, uid: str, message: FromWorker) -> None:
-        self.take(self.coordinator.worker_said(uid, message, self.now_s))
+        self.take(self.coordinator.handle_worker_message(uid, message, self.now_s))
 
     def install(self, view: View, *uids: str, round_: int = 0) -> None:
         for uid in uids or view.members:

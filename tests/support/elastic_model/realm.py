@@ -69,7 +69,7 @@ class RealmGroup(Group):
         self.decided_s = realm.now_s
         for other in realm.groups.values():
             if other is not self and isinstance(other, RealmGroup) and other.decided_s > self.met_s:
-                raise Violation(f"two views at once: {self.view} and {other.view}; {realm.story()}")
+                raise Violation(f"two views at once: {self.view} and {other.view}; {realm.history()}")
 
 
 class Realm(World):
@@ -154,7 +154,7 @@ class Realm(World):
     def listens(self, site: Site, until_s: float) -> None:
         """A restarted launcher waits for an announcement of the job, and starts a job itself if there is none."""
         until_s = until_s or self.now_s + QUIET_S
-        others = [each for each in self.launchers.values() if each.lives and each.account.knowledge.views]
+        others = [each for each in self.launchers.values() if each.lives and each.account.job_state.views]
         leader = next((each for each in others if each.coordinator is not None), None)
         if leader is not None and leader.coordinator is not None and leader.coordinator.resigns_s is None:
             number = len(self.launchers)
@@ -180,7 +180,7 @@ class Realm(World):
 
         while any(each.lives for each in self.launchers.values()):
             if not heap:
-                raise Violation(f"nothing happens any more: {self.story()}")
+                raise Violation(f"nothing happens any more: {self.history()}")
             self.now_s, _, member, call, args = heappop(heap)
             if member is not None and member.is_frozen:
                 member.backlog.append((call, args))
@@ -193,11 +193,11 @@ class Realm(World):
             while faults and faults[-1][0] <= played:
                 self.strike(faults.pop()[1])
             if played > 60_000 or self.now_s > 2000.0:
-                raise Violation(f"the job does not end: {self.story()}")
+                raise Violation(f"the job does not end: {self.history()}")
         self.check_ends()
         return self
 
-    def story(self) -> str:
+    def history(self) -> str:
         ends = {each.number: each.end.reason or each.end.code for each in self.launchers.values() if each.end}
         replay = f"PYTHONPATH=tests:tests/support python -m elastic_model realm {self.seed}"
         states = ", ".join(f"{each.uid} {each.state} {each.round}" for each in self.members.values())
@@ -315,9 +315,9 @@ class Realm(World):
         if type(order) is SendOrder and type(order.message) is View:
             view = order.message
             if self.views.setdefault(view.generation, view) != view:
-                raise Violation(f"two views have the number {view.generation}: {self.story()}")
+                raise Violation(f"two views have the number {view.generation}: {self.history()}")
             if self.terms.get(view.generation >> 32) is None:
-                raise Violation(f"{view} has the term of nobody: {self.story()}")
+                raise Violation(f"{view} has the term of nobody: {self.history()}")
             if self.splits_at_view and not view.is_planned:
                 self.splits_at_view = False
                 others = [each.site for each in self.launchers.values() if each is not launcher]
@@ -333,7 +333,7 @@ class Realm(World):
             self.after(0.4 * self.chance(), None, self.change_sides, self.cut_off, launcher)
             self.cut_off = None
         if self.terms.setdefault(term, launcher.number) != launcher.number:
-            raise Violation(f"the term {term} has two coordinators: {self.story()}")
+            raise Violation(f"the term {term} has two coordinators: {self.history()}")
         if self.log is not None:
             self.log.append(f"{self.now_s:9.4f} ELECTED {launcher.number} {term}")
 
@@ -344,7 +344,7 @@ class Realm(World):
             if member.state == "dead":
                 continue
             if member.site is launcher.site:
-                raise Violation(f"{member.uid} runs when its launcher has handed over; {self.story()}")
+                raise Violation(f"{member.uid} runs when its launcher has handed over; {self.history()}")
             if member.group is not None and member.group.view.store == str(launcher.number):
                 self.stores_lost.append(member.uid)
         self.launcher_over(launcher, HANDED_OVER)
@@ -352,7 +352,7 @@ class Realm(World):
     def deserted(self, launcher: Launcher) -> None:
         """A launcher concludes that the job has ended."""
         if not launcher.account.is_done and any(each.lives for each in self.launchers.values() if each is not launcher):
-            raise Violation(f"{launcher.number} thinks that all others have ended; {self.story()}")
+            raise Violation(f"{launcher.number} thinks that all others have ended; {self.history()}")
         done = launcher.account.has_finished
         self.launcher_over(launcher, EndOrder(0) if done else EndOrder(1, "nobody listens any more"))
 
@@ -525,7 +525,7 @@ class Realm(World):
         done = len(self.results) == self.rounds
         for end in ends:
             if end.code == 0 and not (done and any(each.has_finished for each in self.members.values())):
-                raise Violation(f"the job ends with 0: {self.story()}")
+                raise Violation(f"the job ends with 0: {self.history()}")
         if any(end.code == 0 for end in ends) or self.is_lasting:
             return
         reasons = {end.reason for end in ends}
@@ -542,7 +542,7 @@ class Realm(World):
             or torn
             or any("After its last round" in each or "After the last round" in each for each in reasons)
         ):
-            raise Violation(f"all machines live, and the job ends badly: {reasons}; {self.story()}")
+            raise Violation(f"all machines live, and the job ends badly: {reasons}; {self.history()}")
 
 
 def _brief(args: tuple[object, ...]) -> str:

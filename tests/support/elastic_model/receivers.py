@@ -93,7 +93,7 @@ class Learner:
             return
         first = logs[0]
         if first.round % self.world.batch:
-            raise Violation(f"{member.uid} is given the state in the middle of a batch; {self.world.story()}")
+            raise Violation(f"{member.uid} is given the state in the middle of a batch; {self.world.history()}")
         member.state, member.round, member.digest, member.is_receiver = "following", first.round, first.digest, True
         self.follow()
 
@@ -113,7 +113,7 @@ class Learner:
             world.after(0.01, member, self.follow)
         elif item[0] == "result":
             if world.results[item[1]] != item[2]:
-                raise Violation(f"{member.uid} replays another result of round {item[1]}; {world.story()}")
+                raise Violation(f"{member.uid} replays another result of round {item[1]}; {world.history()}")
             member.round, member.digest = member.round + 1, item[2]
             world.later(0.05 * world.slowness_of_replay, member, self.follow)
         else:

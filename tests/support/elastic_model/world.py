@@ -60,9 +60,9 @@ class World:
         self.heap: list[tuple[float, int, Member | None, Callable[..., None], tuple[object, ...]]] = []
         self.count = 0
         self.batch = random.choice((1, 2, 3))
-        self.learns = self.chance() < 0.3  # newcomers receive the state while the others train
+        self.can_catch_up = self.chance() < 0.3  # newcomers receive the state while the others train
         self.slowness_of_replay = random.choice((0.1, 0.5, 1.5))  # of replayed rounds, relative to computed ones
-        self.rounds = random.randint(1, 20 if self.learns else 3) * self.batch
+        self.rounds = random.randint(1, 20 if self.can_catch_up else 3) * self.batch
         self.left_out_ends = self.chance() < 0.5  # a worker that a view excludes exits instead of joining again
         self.is_rude = self.chance() < 0.3
         self.slowness = random.choice((0.2, 1.0, 1.0, 5.0))  # how slow messages are relative to the workers
@@ -119,7 +119,7 @@ class World:
         played, faults, heap = 0, self.faults, self.heap
         while self.over is None:
             if not heap:
-                raise Violation(f"nothing happens any more, and the job has not ended: {self.story()}")
+                raise Violation(f"nothing happens any more, and the job has not ended: {self.history()}")
             self.now_s, _, member, call, args = heappop(heap)
             if member is not None and member.is_frozen:
                 member.backlog.append((call, args))
@@ -131,11 +131,11 @@ class World:
             while faults and faults[-1][0] <= played:
                 strike(self, faults.pop()[1])
             if played > MOST_EVENTS or self.now_s > LONGEST_S:
-                raise Violation(f"the job does not end: {self.story()}")
+                raise Violation(f"the job does not end: {self.history()}")
         check_end(self, self.over)
         return self
 
-    def story(self) -> str:
+    def history(self) -> str:
         """Returns a description of the current state."""
         states = ", ".join(f"{each.uid} {each.state} {each.round}" for each in self.members.values())
         replay = f"PYTHONPATH=tests:tests/support python -m elastic_model {self.seed}"
@@ -176,12 +176,12 @@ class World:
     def committed(self, member: Member, round_: int) -> None:
         """A member has committed a round."""
         if self.results.setdefault(round_, member.digest) != member.digest:
-            raise Violation(f"{member.uid} has another result of round {round_}: {self.story()}")
+            raise Violation(f"{member.uid} has another result of round {round_}: {self.history()}")
 
     def up(self, member: Member, message: FromWorker) -> None:
         """A worker sends a message to the coordinator."""
         if self.is_calm and type(message) is ViewFailed and message.round != NO_STATE:
-            raise Violation(f"{member.uid} reports {message} without a cause; {self.story()}")
+            raise Violation(f"{member.uid} reports {message} without a cause; {self.history()}")
         member.standing.heard(message)
         self.report(member, "said", message)
 
@@ -199,7 +199,7 @@ class World:
             return
         coordinator = self.coordinator
         if kind == "said":
-            self.obey(coordinator.worker_said(uid, args[0], self.now_s))
+            self.obey(coordinator.handle_worker_message(uid, args[0], self.now_s))
         elif kind == "started":
             self.obey(coordinator.worker_started(uid, site.name, self.now_s))
         elif kind == "ended":

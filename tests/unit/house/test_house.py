@@ -22,6 +22,44 @@ MOST_FILES = 400
 LONGEST_FILE = 1200
 RELATIVE = re.compile(r"(What|How|Which|Where|Who|Whose|When|Why)\b")
 WORDS = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z][a-z\d]*|[a-z]+\d*")
+PERSONS_WORDS = frozenset(
+    [
+        "ask",
+        "asks",
+        "asked",
+        "come",
+        "comes",
+        "came",
+        "everybody",
+        "everyone",
+        "hear",
+        "hears",
+        "heard",
+        "know",
+        "knows",
+        "knew",
+        "knowledge",
+        "learn",
+        "learns",
+        "learned",
+        "mood",
+        "news",
+        "say",
+        "says",
+        "said",
+        "seat",
+        "seats",
+        "story",
+        "stray",
+        "strays",
+        "talk",
+        "talks",
+        "tell",
+        "tells",
+        "told",
+    ]
+)
+PERSONS_NAMES = {"came": "a field of the public class ViewChange", "tell": "the method of Python's files"}
 PARTICIPLE = re.compile(r"\w+ed|Gone|Ready|Running|Lost|Out|Up")
 
 RELATIVE_DOCSTRINGS = """
@@ -71,6 +109,41 @@ def test_a_module_is_named_by_a_noun():
         f"{file}: a module is named after its main class or function, not after an activity"
         for file in trees()
         if Path(file).stem.endswith("ing") and Path(file).stem not in GERUNDS
+    ]
+    assert not wrong, listed(wrong)
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    """Returns the names that a module defines, assigns, passes or accesses."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                names.add(name)
+            case ast.keyword(arg=str(name)):
+                names.add(name)
+    return names
+
+
+def test_processes_do_not_act_like_persons():
+    """Processes send, receive, report, request and raise; they do not tell, hear, know or come."""
+    wrong = [
+        f"{file}: {name}"
+        for file, tree in trees().items()
+        for name in sorted(names_in(tree))
+        if name not in PERSONS_NAMES and not PERSONS_WORDS.isdisjoint(word.lower() for word in WORDS.findall(name))
+    ]
+    assert not wrong, listed(wrong)
+
+
+def test_a_loop_variable_names_the_element():
+    wrong = [
+        f"{file}:{node.lineno}: the loop variable is named `each`"
+        for file, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and node.id == "each" and isinstance(node.ctx, ast.Store)
     ]
     assert not wrong, listed(wrong)
 

@@ -17,8 +17,8 @@ from paceline.cli.top.text_view import columns_of, links_of, sentence_of
 from paceline.operate.dashboard.dashboard_state import PARTS
 from paceline.operate.diagnosis.finding import milliseconds
 
-_KEYS = ("rank", "host", "state", "step", "samples_per_s", "compute", "wait", "memory_nbytes", "heard_s", "doing")
-_MOODS = {"good": "green", "bad": "red", "waiting": "yellow", "over": "bold"}
+_KEYS = ("rank", "host", "state", "step", "samples_per_s", "compute", "wait", "memory_nbytes", "silent_s", "doing")
+_COLORS_OF_HEALTH = {"good": "green", "bad": "red", "waiting": "yellow", "over": "bold"}
 _PART_COLORS = {"data": "yellow", "forward": "cyan", "backward": "blue", "exposed": "red", "optimizer": "magenta"}
 _BAR = 60
 _LINKS_WIDTH = 80
@@ -96,7 +96,7 @@ class Top(App[None]):
     def _show(self, picture: Mapping[str, Any]) -> None:
         self._picture = picture
         header, verdict = picture["header"], picture["verdict"]
-        head = Text(header["sentence"].capitalize(), style=_MOODS[header["mood"]])
+        head = Text(header["sentence"].capitalize(), style=_COLORS_OF_HEALTH[header["health"]])
         figures = picture["figures"]
         if figures is not None:
             head.append(

@@ -27,7 +27,7 @@ _SIZE = (100, 30)
 
 Draw = Callable[[int, int, bool], list[str]]  # (width, height, is colored) -> lines
 _COLORS = {"bad": 31, "good": 32, "waiting": 33, "quiet": 90, "bold": 1}
-_MOODS = {"good": "good", "bad": "bad", "waiting": "waiting", "over": "bold"}
+_COLORS_OF_HEALTH = {"good": "good", "bad": "bad", "waiting": "waiting", "over": "bold"}
 _PART_COLORS = {"data": 33, "forward": 36, "backward": 34, "exposed": 31, "optimizer": 35, "other": 90}
 _PART_NAMES = {"exposed": "waiting", "data": "data", "other": "other"}
 _STATES = {"training": "good", "running": "good", "dead": "bad", "silent": "bad", "ended": "quiet"}
@@ -95,7 +95,7 @@ def colored(text: str, color: str | int, is_colored: bool) -> str:
 def lines_of(picture: Picture, width: int, height: int, is_colored: bool) -> list[str]:
     """Formats the job's state in at most `height` lines. If not all ranks fit, selects those that need attention."""
     header = picture["header"]
-    lines = [colored(header["sentence"].capitalize(), _MOODS[header["mood"]], is_colored)]
+    lines = [colored(header["sentence"].capitalize(), _COLORS_OF_HEALTH[header["health"]], is_colored)]
     if header["share"] is not None:
         done = round(header["share"] * (width - 8))
         lines.append(colored("━" * done, "good", is_colored) + colored("─" * (width - 8 - done), "quiet", is_colored))
@@ -171,9 +171,9 @@ _COLUMNS = (
     RankColumn("own time", 9, lambda row: _time(row["compute"])),
     RankColumn("waits", 9, lambda row: _time(row["wait"])),
     RankColumn("memory", 9, lambda row: _size(row["memory_nbytes"])),
-    RankColumn("heard", 7, lambda row: f"{row['heard_s']:.1f} s"),
+    RankColumn("silent", 7, lambda row: f"{row['silent_s']:.1f} s"),
 )
-_DISPENSABLE = ("memory", "samples/s", "heard", "waits", "own time", "host")  # in the order in which they are dropped
+_DISPENSABLE = ("memory", "samples/s", "silent", "waits", "own time", "host")  # in the order in which they are dropped
 
 
 def columns_of(rows: Sequence[Picture], width: int, gap: int = 1) -> list[RankColumn]:

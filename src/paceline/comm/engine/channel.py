@@ -141,7 +141,7 @@ class CallFailure:
     Ranks are group ranks unless stated otherwise; unknown lists are empty, and unknown numbers are -1.
 
     Attributes:
-        said: the library's own message about the failure.
+        detail: the library's own message about the failure.
         missing: the ranks that did not make the call or, if `has_begun` is true, began but did not complete it.
         gone: the ranks that died or left.
         left: the ranks among `gone` that left cleanly.
@@ -162,7 +162,7 @@ class CallFailure:
     """
 
     code: OutcomeCode
-    said: str = ""
+    detail: str = ""
     missing: Sequence[int] = ()
     gone: Sequence[int] = ()
     left: Sequence[int] = ()
@@ -195,7 +195,7 @@ class CallFailure:
 
 
 CallOutcome: TypeAlias = CallFailure | _core.Outcome
-"""The reason why a call failed. The core's outcomes have the attributes of `CallFailure`, except `said` and `seen`."""
+"""The reason why a call failed. The core's outcomes lack the attributes `detail` and `seen`."""
 
 
 def code_of(outcome: CallOutcome | None) -> int:

@@ -270,7 +270,7 @@ def to_error(
             "Paceline"
         )
     if isinstance(outcome, CallFailure) and outcome.code == OutcomeCode.REFUSED:
-        return CollectiveError(f"{me}: {call} failed: {outcome.said}. {lost}")
+        return CollectiveError(f"{me}: {call} failed: {outcome.detail}. {lost}")
     if outcome.code == OutcomeCode.STARVED:
         starved = members[outcome.missing[0]]
         if starved is me:

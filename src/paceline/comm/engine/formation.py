@@ -99,7 +99,7 @@ _INIT = "engine"
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.1, 0.8
 _PARTING_S = 2.0  # the time that other ranks have to read the reason, if a rank has died
 _LONGEST_PARTING_S = 15.0  # the time that other ranks have to read the reason, if no rank is known to have died
-_NEWS_DELAY_S = 0.5  # the time within which a lost rank is reported
+_PROGRESS_DELAY_S = 0.5  # the time within which a lost rank is reported
 _STORE_RANK = 0  # the rank that serves the store, unless the launcher serves it
 
 
@@ -174,9 +174,9 @@ class Formation:
         if lost := self._gone():
             raise self._without(lost)
 
-    def await_news(self) -> None:
+    def await_progress(self) -> None:
         """Calls `look` repeatedly until any report about a lost rank must have arrived."""
-        self.look(_NEWS_DELAY_S)
+        self.look(_PROGRESS_DELAY_S)
 
     def __enter__(self) -> Formation:
         self._open = True
@@ -237,13 +237,13 @@ class Formation:
 
     def _publish_and_part(self, error: BaseException) -> None:
         self.announce(error)
-        self.store.set(f"{self._topic}/heard/{self.rank}", b"")
+        self.store.set(f"{self._topic}/received/{self.rank}", b"")
         if self._topic == _INIT and self.rank == _STORE_RANK:
             self._part()
 
     def _part(self) -> None:
         """On the rank that serves the store, waits until all other live ranks have read the reason."""
-        keys = [f"{self._topic}/heard/{rank}" for rank in range(self.world_size)]
+        keys = [f"{self._topic}/received/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + _LONGEST_PARTING_S
         while time.monotonic() < deadline:
             with contextlib.suppress(StoreTimeoutError):

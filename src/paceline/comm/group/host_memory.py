@@ -104,10 +104,10 @@ def _shortage(error: OSError, group: ProcessGroup, nbytes: int) -> Exception:
 def _exchange(group: ProcessGroup, number: int, problem: Exception | None) -> list[int]:
     """Returns every rank's `number`, in rank order; if any rank passes a `problem`, raises an error on all ranks."""
     mine = json.dumps([number, str(problem) if problem else None]).encode()
-    everyone = [json.loads(data) for data in group.all_gather_bytes(mine)]
+    from_all = [json.loads(data) for data in group.all_gather_bytes(mine)]
     if problem is not None:
         raise problem
-    for _, other in everyone:
+    for _, other in from_all:
         if other is not None:
             raise MemoryError(f"{group.me}: another rank cannot share memory, so no rank can: {other}")
-    return [number_of_rank for number_of_rank, _ in everyone]
+    return [number_of_rank for number_of_rank, _ in from_all]

@@ -149,10 +149,10 @@ def _split(
 def _agree(parent: ProcessGroup, lists: list[list[int]], call: str) -> int:
     """Returns a number, chosen by the parent's first rank, that distinguishes these new groups from all others."""
     mine = torch.tensor([secrets.randbits(61), zlib.crc32(repr(lists).encode())], device="cpu")
-    everyone = [torch.empty_like(mine) for _ in parent.ranks]
-    parent.all_gather(everyone, mine)
-    identity, wanted = everyone[0].tolist()
-    others = [parent.ranks[rank] for rank, other in enumerate(everyone) if int(other[1]) != wanted]
+    from_all = [torch.empty_like(mine) for _ in parent.ranks]
+    parent.all_gather(from_all, mine)
+    identity, wanted = from_all[0].tolist()
+    others = [parent.ranks[rank] for rank, other in enumerate(from_all) if int(other[1]) != wanted]
     if others:
         raise CollectiveMismatchError(
             f"{parent.me}: {call}: ranks {others} requested different groups from rank {parent.ranks[0]}; this rank "

@@ -36,7 +36,7 @@ KEY = "verdict"
 ADVICE = "look at its output and, if it was killed, at the memory it used (dmesg)"
 
 _TIMEOUT = "timeout: "  # the beginning of the verdict if ranks are absent; a description of them follows
-_READERS = "heard"  # the key that counts the ranks that have read the verdict
+_READERS = "readers"  # the key that counts the ranks that have read the verdict
 _READERS_S, _READERS_POLL_S = 5.0, 0.01
 _LATE_RANKS_S, _LATE_RANKS_POLL_S = 5.0, 0.05
 

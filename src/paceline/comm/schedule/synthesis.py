@@ -346,7 +346,7 @@ _AS_FAST = 1.02  # prefer an algorithm with fewer messages if it takes at most t
 def synthesized_all_reduce(topology: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:
     """Returns the schedule that performs the transfers between the hosts of `topology`, for the topology's rank."""
     _, host, local, me = home = find_host_position(topology)
-    n_local, n_parts = len(local), 1 + max(each.part for each in transfers)
+    n_local, n_parts = len(local), 1 + max(transfer.part for transfer in transfers)
     if home.is_even:
         slices = [[BufferSlice(Buffer.OUTPUT, owner * n_parts, n_parts)] for owner in range(n_local)]
         steps = ring.reduce_phase(local, me, slices, slices, final=False)
@@ -366,14 +366,14 @@ def synthesized_all_reduce(topology: RankTopology, transfers: Sequence[TreeTrans
 def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], host: int, first: int) -> list[Step]:
     """Returns the steps of members[host]. All members use the same order of transfers, so there are no deadlocks."""
     steps: list[Step] = []
-    for each in transfers:
-        block = BufferSlice(Buffer.OUTPUT, first + each.part)
-        if each.source == host:
-            steps.append(send(members[each.target], block))
-        elif each.target == host and each.is_sum:
-            steps.append(receive(members[each.source], block))
-        elif each.target == host:
-            steps.append(combine(members[each.source], block, block, each.is_last))
+    for transfer in transfers:
+        block = BufferSlice(Buffer.OUTPUT, first + transfer.part)
+        if transfer.source == host:
+            steps.append(send(members[transfer.target], block))
+        elif transfer.target == host and transfer.is_sum:
+            steps.append(receive(members[transfer.source], block))
+        elif transfer.target == host:
+            steps.append(combine(members[transfer.source], block, block, transfer.is_last))
     return steps
 
 
@@ -427,7 +427,7 @@ def choose_all_reduce(
     times = (AlgorithmPrediction(name, timing.seconds) for name, timing in timings.items())
     candidates = tuple(sorted(times, key=lambda each: each.seconds))
     most = {name: _most_nbytes(timing) for name, timing in timings.items()}
-    messages = {name: max(len(each.steps) for each in world) for name, world in worlds.items()}
+    messages = {name: max(len(rank.steps) for rank in world) for name, world in worlds.items()}
     hosts = len(network.hosts)
     preferred = _preferred(candidates, most, messages)
     return forced_or_best(Operation.ALL_REDUCE, nbytes, n, hosts, candidates, forced, preferred)
@@ -444,13 +444,13 @@ def _preferred(
         messages: the maximum number of steps on any rank for each algorithm.
     """
     seconds, nbytes = candidates[0].seconds, most[candidates[0].algorithm]
-    for each in candidates:
-        if each.seconds <= _NEARLY * seconds and most[each.algorithm] <= _LIGHTER * nbytes:
-            return PreferredAlgorithm(each, "sends less over its busiest link")
+    for candidate in candidates:
+        if candidate.seconds <= _NEARLY * seconds and most[candidate.algorithm] <= _LIGHTER * nbytes:
+            return PreferredAlgorithm(candidate, "sends less over its busiest link")
     alike = [
-        each
-        for each in candidates
-        if each.seconds <= _AS_FAST * seconds and most[each.algorithm] <= nbytes * (1 + 1e-9)
+        candidate
+        for candidate in candidates
+        if candidate.seconds <= _AS_FAST * seconds and most[candidate.algorithm] <= nbytes * (1 + 1e-9)
     ]
     fewest = min(alike, key=lambda each: messages[each.algorithm])
     return PreferredAlgorithm(fewest, "has fewer messages") if fewest != candidates[0] else None

@@ -211,12 +211,12 @@ def initial_buffers(schedule: Schedule) -> tuple[Blocks, Blocks, Blocks]:
 def required_output(schedule: Schedule) -> Blocks:
     """Returns the required content of OUTPUT on the schedule's rank after its last step."""
     n, rank, root = schedule.world_size, schedule.rank, schedule.root
-    everyone = (1 << n) - 1
+    all_ranks = (1 << n) - 1
     match schedule.operation:
         case Operation.ALL_REDUCE:
-            return [(block, everyone) for block in range(schedule.blocks)]
+            return [(block, all_ranks) for block in range(schedule.blocks)]
         case Operation.REDUCE:
-            return [(block, everyone) for block in range(schedule.blocks)] if rank == root else []
+            return [(block, all_ranks) for block in range(schedule.blocks)] if rank == root else []
         case Operation.BROADCAST:
             return [(block, 1 << root) for block in range(schedule.blocks)]
         case Operation.ALL_GATHER:
@@ -226,7 +226,7 @@ def required_output(schedule: Schedule) -> Blocks:
         case Operation.SCATTER:
             return [(rank, 1 << root)]
         case Operation.REDUCE_SCATTER:
-            return [(rank, everyone)]
+            return [(rank, all_ranks)]
         case Operation.ALL_TO_ALL:
             return [(rank, 1 << source) for source in range(n)]
         case Operation.BARRIER:
@@ -396,7 +396,7 @@ class _SymbolicExecutor:
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self.schedules = schedules
         self.memory = SymbolicMemory(schedules)
-        self.everyone = (1 << len(schedules)) - 1
+        self.all_ranks = (1 << len(schedules)) - 1
         self.ready: deque[Iterator[_Wait]] = deque()
         self.waiting: dict[int, list[tuple[_Wait, Iterator[_Wait]]]] = {}
 
@@ -417,7 +417,7 @@ class _SymbolicExecutor:
     def link(self, transfers: list[StepTransfer]) -> Iterator[_Wait]:
         """Executes the transfers of a link, block by block; yields a `_Wait` for each place that is not ready."""
         # Nearly all of the time is spent here, so the loop uses local variables.
-        memory, waiting, ready, everyone = self.memory, self.waiting, self.ready, self.everyone
+        memory, waiting, ready, all_ranks = self.memory, self.waiting, self.ready, self.all_ranks
         values, written, accessed, accesses = memory.values, memory.written, memory.accessed, memory.accesses
         operation = self.schedules[0].operation
         fits_by_index = operation in CUT_LIKE_THE_TENSOR
@@ -447,7 +447,7 @@ class _SymbolicExecutor:
                     if mine is None or mine[0] != value[0] or mine[1] & value[1] or not reduces:
                         raise self.cannot_add(mine, value, target, target_step)
                     contributors = mine[1] | value[1]
-                    if (contributors == everyone) != final:
+                    if (contributors == all_ranks) != final:
                         raise self.is_not_final(contributors, target, target_step)
                     value = (value[0], contributors)
                 if into_wire:
@@ -481,7 +481,7 @@ class _SymbolicExecutor:
     def is_not_final(self, contributors: int, rank: int, number: int) -> ScheduleError:
         """Returns the error for a step that adds up `contributors` but whose `final` flag is wrong."""
         schedule = self.schedules[rank]
-        if missing := self.everyone & ~contributors:
+        if missing := self.all_ranks & ~contributors:
             what = f"is marked final, but the contributions of ranks {_ranks(missing)} are missing"
             return step_error(schedule, number, what)
         return step_error(schedule, number, "has all contributions, but is not marked final")

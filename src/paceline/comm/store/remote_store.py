@@ -76,9 +76,9 @@ class RemoteStore(Store):
         if self._closed:
             raise StoreConnectionError(f"{self} was closed by this process ({self._owner}) before {op.name.lower()}")
         if op is StoreOp.LAST_WILL:  # a will belongs to a connection, so all wills use the same one
-            result, status, answer, values = self._clients[0].ask(op, number, fields, timeout_s + _GRACE_S)
+            result, status, answer, values = self._clients[0].exchange(op, number, fields, timeout_s + _GRACE_S)
         else:
-            result, status, answer, values = self._ask_idle(op, number, fields, timeout_s + _GRACE_S)
+            result, status, answer, values = self._request_on_idle(op, number, fields, timeout_s + _GRACE_S)
         if result == _ANSWERED:
             return _STATUS[status], answer, values
         if result == _LOST:
@@ -95,7 +95,7 @@ class RemoteStore(Store):
             "the network to it is down"
         )
 
-    def _ask_idle(
+    def _request_on_idle(
         self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float
     ) -> tuple[int, int, int, list[bytes]]:
         try:
@@ -103,7 +103,7 @@ class RemoteStore(Store):
         except IndexError:
             client = self._connected()
         try:
-            return client.ask(op, number, fields, timeout_s)
+            return client.exchange(op, number, fields, timeout_s)
         finally:
             self._idle.append(client)
 

@@ -74,11 +74,11 @@ class Store(ABC):
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sets `key` to `value`."""
-        self._ask(StoreOp.SET, [_key(key), _bytes(value)])
+        self._request(StoreOp.SET, [_key(key), _bytes(value)])
 
     def get(self, key: str) -> bytes:
         """Waits until `key` is set and returns its value."""
-        return self._wait_and_ask(StoreOp.GET, [_key(key)], None)[1][0]
+        return self._wait_and_request(StoreOp.GET, [_key(key)], None)[1][0]
 
     def add(self, key: str, amount: int) -> int:
         """Adds `amount` to the number stored under `key` (0 if there is none) and returns the sum.
@@ -88,52 +88,52 @@ class Store(ABC):
         """
         if not hasattr(amount, "__index__"):
             raise TypeError(f"a store adds integers, not {type(amount).__name__}; convert the amount first")
-        return self._ask(StoreOp.ADD, [_key(key)], operator.index(amount))[0]
+        return self._request(StoreOp.ADD, [_key(key)], operator.index(amount))[0]
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
         """Sets `key` to `desired_value` if its value is `expected_value`; a missing key counts as empty.
 
         Returns the key's value after the operation, or `expected_value` if the key is still missing.
         """
-        return self._ask(StoreOp.COMPARE_SET, [_key(key), _bytes(expected_value), _bytes(desired_value)])[1][0]
+        return self._request(StoreOp.COMPARE_SET, [_key(key), _bytes(expected_value), _bytes(desired_value)])[1][0]
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Waits until all `keys` exist."""
-        self._wait_and_ask(StoreOp.WAIT, _keys(keys), timeout)
+        self._wait_and_request(StoreOp.WAIT, _keys(keys), timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Returns True if all `keys` exist now."""
-        return self._ask(StoreOp.CHECK, _keys(keys))[0] == 1
+        return self._request(StoreOp.CHECK, _keys(keys))[0] == 1
 
     def delete_key(self, key: str) -> bool:
         """Removes `key`; returns whether it existed."""
-        return self._ask(StoreOp.DELETE, [_key(key)])[0] == 1
+        return self._request(StoreOp.DELETE, [_key(key)])[0] == 1
 
     def num_keys(self) -> int:
         """Returns the number of keys, including queues; a shared store counts the keys from all its users."""
-        return self._ask(StoreOp.COUNT, [])[0]
+        return self._request(StoreOp.COUNT, [])[0]
 
     def list_keys(self) -> list[str]:
         """Returns the keys that have a value, in no particular order. Queues are omitted, as in torch's stores.
 
         A `PrefixStore` returns only the keys that it can access, without its prefix.
         """
-        return [key.decode(errors="replace") for key in self._ask(StoreOp.LIST_KEYS, [])[1]]
+        return [key.decode(errors="replace") for key in self._request(StoreOp.LIST_KEYS, [])[1]]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Returns the values of `keys` in the same order; waits until all keys are set."""
-        return self._wait_and_ask(StoreOp.MULTI_GET, _keys(keys), None)[1]
+        return self._wait_and_request(StoreOp.MULTI_GET, _keys(keys), None)[1]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         """Sets each of `keys` to the value at the same index, in one operation."""
         if len(keys) != len(values):
             raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values; each key needs one value")
         fields = [part for key, value in zip(_keys(keys), values, strict=True) for part in (key, _bytes(value))]
-        self._ask(StoreOp.MULTI_SET, fields)
+        self._request(StoreOp.MULTI_SET, fields)
 
     def append(self, key: str, value: bytes | str) -> None:
         """Appends `value` to the value of `key`; sets it if the key is missing."""
-        self._ask(StoreOp.APPEND, [_key(key), _bytes(value)])
+        self._request(StoreOp.APPEND, [_key(key), _bytes(value)])
 
     def has_extended_api(self) -> bool:
         """Returns True, because append, multi_get, multi_set and the queues are supported."""
@@ -141,7 +141,7 @@ class Store(ABC):
 
     def queue_push(self, key: str, value: bytes | str) -> None:
         """Puts `value` at the end of the queue `key`."""
-        self._ask(StoreOp.QUEUE_PUSH, [_key(key), _bytes(value)])
+        self._request(StoreOp.QUEUE_PUSH, [_key(key), _bytes(value)])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Removes and returns the first value of the queue `key`, waiting for one if `block` is True.
@@ -150,15 +150,15 @@ class Store(ABC):
             StoreQueueEmptyError: the queue is empty, and `block` is False.
         """
         if block:
-            return self._wait_and_ask(StoreOp.QUEUE_POP, [_key(key)], None)[1][0]
+            return self._wait_and_request(StoreOp.QUEUE_POP, [_key(key)], None)[1][0]
         try:
-            return self._wait_and_ask(StoreOp.QUEUE_POP, [_key(key)], 0)[1][0]
+            return self._wait_and_request(StoreOp.QUEUE_POP, [_key(key)], 0)[1][0]
         except StoreTimeoutError:
             raise StoreQueueEmptyError(f"the queue {key!r} of {self} is empty; queue_pop timed out at once") from None
 
     def queue_len(self, key: str) -> int:
         """Returns the number of values in the queue `key`."""
-        return self._ask(StoreOp.QUEUE_LENGTH, [_key(key)])[0]
+        return self._request(StoreOp.QUEUE_LENGTH, [_key(key)])[0]
 
     def set_last_will(self, key: str, value: bytes | str | None) -> None:
         """Makes the store set `key` to `value` when this process's connection is lost or closed.
@@ -166,7 +166,7 @@ class Store(ABC):
         Each key has its own will. A later call for the same key replaces the value, and None withdraws the will. A
         `HashStore` exists only as long as its process, and ignores wills.
         """
-        self._ask(StoreOp.LAST_WILL, [_key(key), _bytes("" if value is None else value)], int(value is None))
+        self._request(StoreOp.LAST_WILL, [_key(key), _bytes("" if value is None else value)], int(value is None))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Waits until this method has been called `world_size` times with `key`, which must not be reused."""
@@ -181,13 +181,13 @@ class Store(ABC):
     def close(self) -> None:
         """Releases the store's connections, file or server; idempotent."""
 
-    def _ask(self, op: StoreOp, fields: list[bytes], number: int = 0) -> tuple[int, list[bytes]]:
+    def _request(self, op: StoreOp, fields: list[bytes], number: int = 0) -> tuple[int, list[bytes]]:
         status, number, values = self._apply(op, number, fields, self._timeout_s)
         if status is StoreStatus.REFUSED:
             raise StoreError(f"{self} refused {op.name.lower()}({_names(fields[:1])}): {values[0].decode()}")
         return number, values
 
-    def _wait_and_ask(self, op: StoreOp, keys: list[bytes], timeout: Timeout | None) -> tuple[int, list[bytes]]:
+    def _wait_and_request(self, op: StoreOp, keys: list[bytes], timeout: Timeout | None) -> tuple[int, list[bytes]]:
         wait_s = self._timeout_s if timeout is None else to_seconds(timeout)
         started = time.monotonic()
         short_s = min(wait_s, _SHORT_S)

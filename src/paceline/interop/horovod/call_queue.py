@@ -142,8 +142,8 @@ def _verdict(headers: Sequence[_Header]) -> _Verdict:
     if len({header.call for header in callers}) == 1:
         return _Verdict.AGREED
     others = [header for header in callers if header.kind != CallKind.BARRIER]
-    may_come = len(others) < len(callers) and not any(header.is_awaited for header in others)
-    return _Verdict.BARRIER_FIRST if may_come else _Verdict.DIFFERENT
+    may_follow = len(others) < len(callers) and not any(header.is_awaited for header in others)
+    return _Verdict.BARRIER_FIRST if may_follow else _Verdict.DIFFERENT
 
 
 class CallQueue:

@@ -67,14 +67,14 @@ class HorovodGradientReducer:
         self._calls = how.process_set.calls()
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
-        self._to_come: dict[torch.Tensor, int] = {}
+        self._remaining: dict[torch.Tensor, int] = {}
         self._next = 0
         self.include(params)
 
     @property
     def is_pending(self) -> bool:
         """Whether gradients have been computed since the latest call to `finish`."""
-        return any(count != self.passes for count in self._to_come.values())
+        return any(count != self.passes for count in self._remaining.values())
 
     def set_passes(self, passes: int) -> None:
         """Sets the number of backward passes per reduction, starting with the next step."""
@@ -89,7 +89,7 @@ class HorovodGradientReducer:
             bucket.missing = len(bucket.params)
             for param in bucket.params:
                 self._bucket_of[param] = bucket
-                self._to_come[param] = self.passes
+                self._remaining[param] = self.passes
                 param.register_post_accumulate_grad_hook(self._on_gradient)
 
     def finish(self) -> None:
@@ -116,7 +116,7 @@ class HorovodGradientReducer:
         self._reset()
 
     def _reset(self) -> None:
-        self._to_come = dict.fromkeys(self._bucket_of, self.passes)
+        self._remaining = dict.fromkeys(self._bucket_of, self.passes)
         self._next = 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.params)
@@ -125,14 +125,14 @@ class HorovodGradientReducer:
     @eager
     def _on_gradient(self, param: torch.Tensor) -> None:
         bucket = self._bucket_of[param]
-        if self._to_come[param] <= 0:
+        if self._remaining[param] <= 0:
             raise AssertionError(
                 f"rank {self._calls.group.rank()}: a gradient was computed more than backward_passes_per_step = "
                 f"{self.passes} times before optimizer.step(); call step() or synchronize() after that many backward "
                 "passes, or increase backward_passes_per_step"
             )
-        self._to_come[param] -= 1
-        if self._to_come[param] == 0:
+        self._remaining[param] -= 1
+        if self._remaining[param] == 0:
             bucket.missing -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._begin(self._buckets[self._next])

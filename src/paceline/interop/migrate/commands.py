@@ -16,7 +16,7 @@ _ARGUMENT = r"""(?=[ \t]+(?:[-$\\"'{<]|[^\s#]+\.py\b)|[ \t]*\\$)"""
 _NO_COMMAND = re.compile(
     r"^\s*(?:#|//|(?:@?echo|printf|pip3?|conda|import|from)\b|-?\s*(?:name|title|description|jobName|displayName)\s*:)"
 )
-_ASKS = re.compile(r"(?:\bwhich|\bcommand -v|\btype|\bhash|\bpkill|\bkillall|\bpgrep)\s+(?:-\w+\s+)*$")
+_LOOKS_UP = re.compile(r"(?:\bwhich|\bcommand -v|\btype|\bhash|\bpkill|\bkillall|\bpgrep)\s+(?:-\w+\s+)*$")
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _is_command(text: str, at: int) -> bool:
     before = text[text.rfind("\n", 0, at) + 1 : at]
     line = before + text[at : (text.find("\n", at) + 1 or len(text) + 1) - 1]
     is_comment = re.search(r"(?:^|\s)#", before) is not None
-    return not is_comment and not _NO_COMMAND.match(line) and not _ASKS.search(before)
+    return not is_comment and not _NO_COMMAND.match(line) and not _LOOKS_UP.search(before)
 
 
 def _reason(text: str, at: int) -> str | None:

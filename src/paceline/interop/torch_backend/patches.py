@@ -58,17 +58,17 @@ def replace_gloo() -> None:
     @functools.wraps(original)
     def make(*args: Any, **options: Any) -> Any:
         given = signature.bind(*args, **options)
-        asked = c10d.Backend(str(given.arguments["backend"]))
+        requested = c10d.Backend(str(given.arguments["backend"]))
         has_options = any(given.arguments.get(name) is not None for name in ("backend_options", "pg_options"))
-        ours = None if has_options else in_place_of(asked)
+        ours = None if has_options else in_place_of(requested)
         if not given.arguments["global_ranks_in_group"] and given.arguments["group_rank"] == 0:
-            _report_replacement(asked, ours, given.arguments["group_size"], has_options)
+            _report_replacement(requested, ours, given.arguments["group_size"], has_options)
         if ours is None:
             return original(*args, **options)
         given.arguments["backend"] = c10d.Backend(ours)
         group, store = original(*given.args, **given.kwargs)
         if group in c10d._world.pg_map:  # true only on members of the group
-            c10d._world.pg_map[group] = (asked, store)
+            c10d._world.pg_map[group] = (requested, store)
             # Imported late, because `import torch` loads this module.
             from paceline.interop.torch_backend.device_backend import paceline_group_of
 
@@ -77,12 +77,12 @@ def replace_gloo() -> None:
         return group, store
 
     setattr(c10d, _GROUP_FACTORY, make)
-    _name_as_asked()
+    _keep_requested_names()
 
 
-def in_place_of(asked: str) -> str | None:
-    """Returns the backend string that replaces `asked`, or None if Paceline does not replace any part of it."""
-    devices = dict(c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map())
+def in_place_of(requested: str) -> str | None:
+    """Returns the backend string that replaces `requested`, or None if Paceline does not replace any part of it."""
+    devices = dict(c10d.BackendConfig(c10d.Backend(requested)).get_device_backend_map())
     if devices.get("cpu") != _GLOO:
         return None
     of_gpus = devices.get("cuda") if torch.cuda.device_count() else None
@@ -99,7 +99,7 @@ def release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _name_as_asked() -> None:
+def _keep_requested_names() -> None:
     """Makes the logging data of PyTorch's DDP report the backend that the program requested."""
     original: Callable[[DistributedDataParallel], dict[str, Any]] = getattr(DistributedDataParallel, _FIGURES)
 
@@ -113,9 +113,9 @@ def _name_as_asked() -> None:
     setattr(DistributedDataParallel, _FIGURES, figures)
 
 
-def _report_replacement(asked: str, ours: str | None, size: int, has_options: bool) -> None:
+def _report_replacement(requested: str, ours: str | None, size: int, has_options: bool) -> None:
     """Prints one line on rank 0 that states whether the default group uses Paceline."""
-    named = "no backend" if asked == "undefined" else f"the backend {asked}"
+    named = "no backend" if requested == "undefined" else f"the backend {requested}"
     who = (
         f"paceline: --compat torch: torch.distributed's group of {size} ranks, for which the script specifies {named},"
     )
@@ -123,7 +123,7 @@ def _report_replacement(asked: str, ours: str | None, size: int, has_options: bo
         text = f"{who} uses Paceline's engine for CPU tensors"
     elif has_options:
         text = f"{who} is unchanged because it has pg_options, which are for that backend only"
-    elif c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map().get("cpu") == _GLOO:
+    elif c10d.BackendConfig(c10d.Backend(requested)).get_device_backend_map().get("cpu") == _GLOO:
         text = (
             f"{who} is unchanged: with nccl in the same group, this requires PyTorch 2.14 or newer (this is "
             f"{torch.__version__})"

@@ -88,7 +88,7 @@ class Access:
 
     def decide(self, request: PageRequest) -> AccessDecision:
         """Decides whether to allow a request by checking its host, method and token, in that order."""
-        if not self.knows(request.headers.get("host", "")):
+        if not self.allows(request.headers.get("host", "")):
             return AccessDecision.UNKNOWN_HOST
         if request.method != "GET" and not self._is_action(request):
             return AccessDecision.WRONG_METHOD
@@ -96,7 +96,7 @@ class Access:
             return AccessDecision.ENTERS if self._is_token(request.query_token) else AccessDecision.NO_TOKEN
         return AccessDecision.PASSES if self._has_token(request.headers) else AccessDecision.NO_TOKEN
 
-    def knows(self, host: str) -> bool:
+    def allows(self, host: str) -> bool:
         """Returns True if a Host header refers to this page. Ignores the port, which `ssh -L` can change."""
         match = _HOST.fullmatch(host)
         return match is not None and match[1].lower() in _LOOPBACK_HOSTS | self.hosts

@@ -206,7 +206,7 @@ def header_of(
     left_s = None
     if step is not None and total is not None and step_s is not None and not facts.outcome and verdict is None:
         left_s = max(0, total - step) * step_s
-    quiet_s = now_s - max((sample.heard_s for sample in ranks), default=now_s)
+    quiet_s = now_s - max((sample.last_record_s for sample in ranks), default=now_s)
     parts = [_activity(facts, ranks, verdict, quiet_s, now_s)]
     if step is not None:
         parts.append(f"step {step:,}" if total is None else f"step {step:,} of {total:,}")
@@ -218,7 +218,7 @@ def header_of(
         parts.append(f"about {about(left_s)} left" if left_s >= 1 else "nearly done")
     return JobHeader(
         sentence=", ".join(parts),
-        mood=_mood(facts, ranks, verdict, quiet_s),
+        health=_health(facts, ranks, verdict, quiet_s),
         run_id=facts.run_id,
         command=facts.command,
         security=facts.security,
@@ -233,7 +233,7 @@ def header_of(
     )
 
 
-def _mood(facts: JobInfo, ranks: tuple[RankSample, ...], verdict: StallNotice | None, quiet_s: float) -> str:
+def _health(facts: JobInfo, ranks: tuple[RankSample, ...], verdict: StallNotice | None, quiet_s: float) -> str:
     if facts.outcome:
         return "over" if facts.outcome in ("finished", "stopped") else "bad"
     if verdict is not None or any(sample.state is RankActivity.DEAD for sample in ranks):
@@ -307,7 +307,7 @@ class DashboardAggregator:
         self._shown_up_to = -1
         self._steps: Tail[StepColumn] = Tail(steps_kept)
         self._watch = StragglerWatch(steps_kept)
-        self._story: Tail[JobEvent] = Tail(_EVENTS_KEPT)
+        self._events: Tail[JobEvent] = Tail(_EVENTS_KEPT)
         self._log: Tail[Line] = Tail(_LINES_KEPT)
         self._taken = 0  # number of samples so far
         self._seen: dict[int, int] = {}  # number of the first sample that contained each open step
@@ -319,7 +319,7 @@ class DashboardAggregator:
         """Adds the next sample."""
         self._sample = sample
         self._taken += 1
-        self._story.extend(sample.events)
+        self._events.extend(sample.events)
         self._log.extend(sample.lines)
         self._stacks.update((stack.rank, stack) for stack in sample.stacks)
         for rank in sample.ranks:
@@ -377,7 +377,7 @@ class DashboardAggregator:
             network=network,
             owed=() if sample.facts.outcome else owed_calls(sample),
             calls=self._calls.rows(),
-            story=self._story.latest(),
+            events=self._events.latest(),
             log=self._log.latest(),
             verdict=sample.verdict,
             stacks=tuple(self._stacks[rank] for rank in sorted(self._stacks)),
@@ -431,7 +431,7 @@ class DashboardAggregator:
                     slowness=round(own[rank] / middle, 3) if middle else 1.0,
                     is_slow=rank in slow,
                     memory_nbytes=latest.memory_nbytes,
-                    heard_s=round(max(0.0, sample.now_s - latest.heard_s), 1),
+                    silent_s=round(max(0.0, sample.now_s - latest.last_record_s), 1),
                     is_blamed=rank in blamed,
                 )
             )

@@ -174,7 +174,7 @@ _OF_RANKS: tuple[tuple[str, str, Callable[[RankRow], float]], ...] = (
     ("rank_slowness_ratio", "A rank's own time divided by the median of all ranks.", lambda row: row.slowness),
     ("rank_slow", "1 if the rank is significantly slower than the others.", lambda row: row.is_slow),
     ("rank_memory_bytes", "A rank's resident memory.", lambda row: row.memory_nbytes),
-    ("rank_heard_seconds", "Time since a rank last recorded something.", lambda row: row.heard_s),
+    ("rank_silent_seconds", "Time since a rank last recorded something.", lambda row: row.silent_s),
     ("rank_blamed", "1 if the diagnosis blames the rank.", lambda row: row.is_blamed),
 )
 

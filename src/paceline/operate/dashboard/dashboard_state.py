@@ -64,11 +64,11 @@ class AppendOnlyList(Generic[Item]):
 class JobHeader:
     """A one-sentence summary of the job's state, with key figures.
 
-    `mood` is "good", "waiting", "bad" or "over" and selects the color. `share` is the fraction of steps completed.
+    `health` is "good", "waiting", "bad" or "over" and selects the color. `share` is the fraction of steps completed.
     """
 
     sentence: str
-    mood: str
+    health: str
     run_id: str
     command: str
     security: str
@@ -122,7 +122,7 @@ class RankRow:
     slowness: float
     is_slow: bool
     memory_nbytes: int
-    heard_s: float
+    silent_s: float
     is_blamed: bool
 
 
@@ -231,7 +231,7 @@ class DashboardState:
     network: str | None = None  # description of a slow pair of hosts
     owed: tuple[str, ...] = ()  # calls in which ranks are waiting for others, one sentence each
     calls: tuple[CallRow, ...] = ()
-    story: AppendOnlyList[JobEvent] = field(default_factory=AppendOnlyList)
+    events: AppendOnlyList[JobEvent] = field(default_factory=AppendOnlyList)
     log: AppendOnlyList[Line] = field(default_factory=AppendOnlyList)
     verdict: StallNotice | None = None
     stacks: tuple[Stack, ...] = ()

@@ -11,7 +11,7 @@ from paceline.operate.dashboard.job_sample import JobEvent, JobInfo, Line, LinkR
 
 Fact = str | int | list[int]
 
-TOLD_BY_ALL = frozenset({"wait", "stall", "resume", "view", "end"})
+SENT_BY_ALL = frozenset({"wait", "stall", "resume", "view", "end"})
 """Kinds of events that the launchers on all machines report. The report from one launcher is sufficient."""
 
 _NUMBER = (1 << 32) - 1  # mask for a view's number; the higher bits contain the coordinator's term
@@ -27,7 +27,7 @@ class EventFormatter:
         self._broken_s: float | None = None  # time of the first loss of a worker since the last view
         self._stalled_s: float | None = None  # time of the first diagnosis of the current stall
 
-    def tell(self, event: str, facts: dict[str, Fact], now_s: float) -> list[JobEvent]:
+    def format(self, event: str, facts: dict[str, Fact], now_s: float) -> list[JobEvent]:
         """Returns the displayed form of an event that occurred at `now_s`; empty if the event is not displayed."""
         match event:
             case "start":
@@ -87,7 +87,7 @@ class WorkerRunning:
 
 
 @dataclass(frozen=True)
-class WorkerGone:
+class WorkerEnded:
     """A note about a worker that has exited.
 
     `how` describes the failure. It is "" if the worker succeeded or was asked to exit, and None if only the recording
@@ -110,7 +110,7 @@ class RemoteSample:
     stacks: tuple[Stack, ...] = ()
 
 
-Note = WorkerRunning | WorkerGone | RemoteSample | JobEvent | Line | StallNotice | Stack | JobInfo | None
+Note = WorkerRunning | WorkerEnded | RemoteSample | JobEvent | Line | StallNotice | Stack | JobInfo | None
 """A note; `None` withdraws the diagnosis, because the job has resumed."""
 
 

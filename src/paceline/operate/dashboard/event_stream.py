@@ -160,14 +160,14 @@ class Broadcaster:
         self._viewers: set[Viewer] = set()
         self._wake = asyncio.Event()
         self._taken_s = float("-inf")
-        self._asked_s = float("-inf")
+        self._requested_s = float("-inf")
         self._has_ended = False
         self.state: DashboardState | None = None
 
     @property
     def is_watched(self) -> bool:
         """Whether a page is open or the state was requested recently."""
-        return bool(self._viewers) or time.monotonic() - self._asked_s < _REMEMBERED_S
+        return bool(self._viewers) or time.monotonic() - self._requested_s < _REMEMBERED_S
 
     async def run(self) -> None:
         """Samples the job until this task is cancelled."""
@@ -201,8 +201,8 @@ class Broadcaster:
 
     async def fresh(self) -> bytes:
         """Returns a state that is at most one second old, as JSON."""
-        self._asked_s = time.monotonic()
-        if self._asked_s - self._taken_s > WATCHED_S:
+        self._requested_s = time.monotonic()
+        if self._requested_s - self._taken_s > WATCHED_S:
             self.sample()
         return msgspec.json.encode(self.state)
 

@@ -24,7 +24,7 @@ from paceline.comm.record import layout
 from paceline.comm.record.recorder import MEMORY_NAME, SUFFIX
 from paceline.operate.dashboard.aggregator import DashboardAggregator
 from paceline.operate.dashboard.dashboard_state import DashboardState
-from paceline.operate.dashboard.event_queue import TOLD_BY_ALL, EventFormatter, EventQueue, WorkerGone
+from paceline.operate.dashboard.event_queue import SENT_BY_ALL, EventFormatter, EventQueue, WorkerEnded
 from paceline.operate.dashboard.job_sample import (
     JobEvent,
     JobInfo,
@@ -141,7 +141,7 @@ class ExternalCollector:
     def _ended(self, inode: int) -> None:
         worker = self._workers.pop(inode, None)
         if worker is not None:
-            self._notes.leave(WorkerGone(worker.rank, worker.pid, None))
+            self._notes.leave(WorkerEnded(worker.rank, worker.pid, None))
 
 
 class EventFollower:
@@ -172,7 +172,7 @@ class EventFollower:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 facts = json.loads(line)
                 kind, at_s = str(facts["event"]), float(facts["time_s"]) - ahead_s
-                notes += self._formatter.tell(kind, facts, at_s)
+                notes += self._formatter.format(kind, facts, at_s)
                 if kind == "stall":
                     notes.append(StallNotice(str(facts["reason"]), tuple(facts["ranks"]), (), at_s))
                 elif kind in ("resume", "start"):
@@ -224,7 +224,7 @@ def aggregate_directories(directories: Sequence[Path], verdict: StallNotice | No
             "`paceline runs` lists, or its copy"
         )
     job = next((found for directory in directories if (found := _job(directory))), {})
-    now_s = max(recorded.update.heard_s for recorded in recordings.values())
+    now_s = max(recorded.update.last_record_s for recorded in recordings.values())
     was_stopped = job.get("state") == "stopped"
     ranks = tuple(_sample(rank, recordings[rank], was_stopped) for rank in sorted(recordings))
     links = tuple(link for rank in sorted(recordings) for link in _links(rank, recordings[rank].update))
@@ -233,12 +233,14 @@ def aggregate_directories(directories: Sequence[Path], verdict: StallNotice | No
     events: list[JobEvent] = []
     lines: list[Line] = []
     for index, directory in enumerate(directories):
-        local = [recorded.update.heard_s for recorded in recordings.values() if recorded.path.is_relative_to(directory)]
+        local = [
+            recorded.update.last_record_s for recorded in recordings.values() if recorded.path.is_relative_to(directory)
+        ]
         end_s = max(local, default=0.0)
         events += [
             event
             for event in _events(directory, float(_job(directory).get("ended_s", 0.0)), end_s)
-            if index == 0 or event.kind not in TOLD_BY_ALL
+            if index == 0 or event.kind not in SENT_BY_ALL
         ]
         lines += [line for path in files_of_job(directory, "std*.log") for line in _lines(path, end_s)]
     events.sort(key=lambda event: event.at_s)
@@ -282,7 +284,7 @@ def _number_of(path: Path) -> int:
 
 def _links(rank: int, update: RecordingUpdate) -> Iterator[LinkRate]:
     """Yields the rates of a rank's links, averaged over the time that its recording covers."""
-    span_s = update.heard_s - update.steps[0].begin_s if update.steps else 0.0
+    span_s = update.last_record_s - update.steps[0].begin_s if update.steps else 0.0
     if span_s <= 0:
         return
     if update.shm_nbytes:
@@ -304,7 +306,7 @@ def _sample(rank: int, recorded: _RankRecording, was_stopped: bool) -> RankSampl
         pid=recorded.follower.pid,
         state=RankActivity.ENDED if update.is_ended or was_stopped else RankActivity.DEAD,
         doing=doing,
-        heard_s=update.heard_s,
+        last_record_s=update.last_record_s,
         step=update.step,
         steps=tuple(update.steps),
         values=tuple(value for value in update.values if value[1] != TOTAL_STEPS),
@@ -352,7 +354,7 @@ def _events(directory: Path, ended_s: float, now_s: float) -> Iterator[JobEvent]
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 fields = json.loads(text)
                 at_s = now_s + float(fields["time_s"]) - ended_s if ended_s else now_s
-                yield from formatter.tell(str(fields["event"]), fields, at_s)
+                yield from formatter.format(str(fields["event"]), fields, at_s)
 
 
 def _lines(path: Path, now_s: float) -> Iterator[Line]:

@@ -102,7 +102,7 @@ class RankSample:
         rank, host, pid: the rank, its host and its process id.
         state: the activity of the rank.
         doing: a description of the activity, such as the rank's current call.
-        heard_s: the time of the rank's latest record.
+        last_record_s: the time of the rank's latest record.
         memory_nbytes: the resident memory of the process.
         step: the number of the current step; None before the first step.
         steps: the steps completed since the previous sample, in order.
@@ -117,7 +117,7 @@ class RankSample:
     pid: int = 0
     state: RankActivity = RankActivity.STARTING
     doing: str = ""
-    heard_s: float = 0.0
+    last_record_s: float = 0.0
     memory_nbytes: int = 0
     step: int | None = None
     steps: tuple[RankStep, ...] = ()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from paceline.comm.record.layout import EventKind
-from paceline.operate.dashboard.event_queue import EventQueue, Note, RemoteSample, WorkerGone, WorkerRunning
+from paceline.operate.dashboard.event_queue import EventQueue, Note, RemoteSample, WorkerEnded, WorkerRunning
 from paceline.operate.dashboard.job_sample import (
     JobEvent,
     JobInfo,
@@ -122,7 +122,7 @@ class LocalCollector:
                     self._release(self._workers[rank])
                 follower = RecordingFollower.of_descriptor(fd) if fd >= 0 else None
                 self._workers[rank] = _Worker(rank, pid, host, fd, follower)
-            case WorkerGone(rank, pid, how) if rank in self._workers and self._workers[rank].pid == pid:
+            case WorkerEnded(rank, pid, how) if rank in self._workers and self._workers[rank].pid == pid:
                 self._workers[rank].has_ended, self._workers[rank].failure = True, how
             case RemoteSample(ranks, links):
                 for sample in ranks:
@@ -140,7 +140,7 @@ class LocalCollector:
     def _sample_of(self, worker: _Worker, now_s: float, events: list[JobEvent]) -> RankSample:
         update = worker.update = worker.follower.update(self._stride) if worker.follower is not None else None
         if update is None:
-            update = RecordingUpdate(heard_s=now_s)
+            update = RecordingUpdate(last_record_s=now_s)
         else:
             events += [event for mark in update.marks if (event := _event_of(worker.rank, mark)) is not None]
             self._count(worker, update)
@@ -156,7 +156,7 @@ class LocalCollector:
             pid=worker.pid,
             state=state,
             doing=doing,
-            heard_s=update.heard_s,
+            last_record_s=update.last_record_s,
             memory_nbytes=worker.memory_nbytes,
             step=worker.step,
             steps=tuple(replace(step, step=step.step + ahead) if ahead else step for step in update.steps),
@@ -170,8 +170,8 @@ class LocalCollector:
 
     def _pending_of(self, worker: _Worker) -> RankState | None:
         """Returns the worker's groups and latest calls. They are read again only if the worker has recorded more."""
-        if worker.update is not None and worker.fd >= 0 and worker.pending_s != worker.update.heard_s:
-            worker.pending_s = worker.update.heard_s
+        if worker.update is not None and worker.fd >= 0 and worker.pending_s != worker.update.last_record_s:
+            worker.pending_s = worker.update.last_record_s
             with contextlib.suppress(OSError, NoRecordingError):
                 worker.pending = rank_state_of(read_latest(worker.fd, _PENDING_CALLS, 0), worker.rank)
         return worker.pending
@@ -246,7 +246,7 @@ def _state_of(worker: _Worker, now_s: float) -> tuple[RankActivity, str]:
         number = f", call {call.sequence:,}" if call.sequence else ""
         text = f"{call.operation}({call.dtype}, {call.count:,}){number}"
         return RankActivity.WAITING, f"in {text} for {now_s - call.arrived_s:.0f} s"
-    quiet_s = now_s - update.heard_s
+    quiet_s = now_s - update.last_record_s
     if EventKind.DATA_WAIT in update.open_kinds and quiet_s > _WAITING_S:
         return RankActivity.LOADING, f"waits for data for {quiet_s:.0f} s"
     if quiet_s > _SILENT_S:

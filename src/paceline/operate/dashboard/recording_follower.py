@@ -312,7 +312,7 @@ class RecordingUpdate:
 
     Attributes:
         step: the current step of the process; None before the first step.
-        heard_s: the time of the process's latest record.
+        last_record_s: the time of the process's latest record.
         is_ended: whether the process has exited normally.
         steps: the steps that have ended, in order.
         values: the logged values, as (step, name, value).
@@ -325,7 +325,7 @@ class RecordingUpdate:
     """
 
     step: int | None = None
-    heard_s: float = 0.0
+    last_record_s: float = 0.0
     is_ended: bool = False
     steps: list[RankStep] = field(default_factory=list)
     values: list[tuple[int, str, float]] = field(default_factory=list)
@@ -387,7 +387,7 @@ class RecordingFollower:
         self._measure_clock()
         tick, step = layout.PROGRESS.unpack_from(head, layout.PROGRESS_AT)
         update = RecordingUpdate(
-            step=step or None, heard_s=self._time(tick), is_ended=bool(fields[18] & layout.ENDED_FLAG)
+            step=step or None, last_record_s=self._time(tick), is_ended=bool(fields[18] & layout.ENDED_FLAG)
         )
         self._take_calls(_COUNT.unpack_from(head, layout.CALLS_BEGUN_AT)[0], stride, update)
         if fields[19]:

@@ -57,17 +57,17 @@ class CallMismatch:
 
     Attributes:
         sequence: the number of the first mismatched call in its group.
-        strays: the ranks that deviate; all ranks if the deviating ones cannot be determined.
+        deviating: the ranks that deviate; all ranks if the deviating ones cannot be determined.
         regular: the ranks that do not deviate.
         kind: the kind of deviation.
-        theirs: the call made by the first stray rank.
+        theirs: the call made by the first deviating rank.
         expected: the call made by the other ranks, or the call predicted from the history.
         step: the training step in which the call was made, or None.
-        is_guess: whether the choice of `strays` is only a guess.
+        is_guess: whether the choice of `deviating` is only a guess.
     """
 
     sequence: int
-    strays: tuple[int, ...]
+    deviating: tuple[int, ...]
     regular: tuple[int, ...]
     kind: MismatchKind
     theirs: CallSignature
@@ -134,19 +134,19 @@ def _explain(number: int, histories: Mapping[int, Mapping[int, RankCall]]) -> Ca
     coming = predicted(past)
     counts = Counter(call.header for call in made.values())
     usual, is_tie = _usual(counts, past, coming)
-    strays = tuple(sorted(rank for rank, call in made.items() if is_tie or call.header != usual))
-    stray = next(rank for rank, call in sorted(made.items()) if call.header != usual)
-    theirs, step = made[stray].header, made[stray].step
+    deviating = tuple(sorted(rank for rank, call in made.items() if is_tie or call.header != usual))
+    first_deviating = next(rank for rank, call in sorted(made.items()) if call.header != usual)
+    theirs, step = made[first_deviating].header, made[first_deviating].step
     if is_tie:
         kind = MismatchKind.OTHER_SHAPE if theirs.operation == usual.operation else MismatchKind.OTHER_CALL
-        return CallMismatch(number, strays, (), kind, theirs, usual, step, is_guess=True)
-    regular = tuple(sorted(set(made) - set(strays)))
+        return CallMismatch(number, deviating, (), kind, theirs, usual, step, is_guess=True)
+    regular = tuple(sorted(set(made) - set(deviating)))
     expected = _following(histories[regular[0]], number)
     due = [*expected, *coming[len(expected) :]]
-    kind = _mismatch_kind(_following(histories[stray], number), due, past)
-    if kind is MismatchKind.SKIPPED_OR_TWICE and step is not None and number - 1 in histories[stray]:
-        kind = _by_step(histories[stray], number, due)
-    return CallMismatch(number, strays, regular, kind, theirs, usual, step)
+    kind = _mismatch_kind(_following(histories[first_deviating], number), due, past)
+    if kind is MismatchKind.SKIPPED_OR_TWICE and step is not None and number - 1 in histories[first_deviating]:
+        kind = _by_step(histories[first_deviating], number, due)
+    return CallMismatch(number, deviating, regular, kind, theirs, usual, step)
 
 
 def _by_step(own: Mapping[int, RankCall], number: int, expected: Sequence[CallSignature]) -> MismatchKind:
@@ -250,8 +250,8 @@ def call_count_mismatch(calls: Mapping[int, Sequence[RankCall]]) -> CallCountMis
             if len(odd) == 1:
                 return CallCountMismatch(odd[0], step, made[odd[0]], usual_of[odd[0]])
             continue
-        stray = next(rank for rank, count in sorted(made.items()) if count != common[0][0])
-        return CallCountMismatch(stray, step, made[stray], common[0][0])
+        first_deviating = next(rank for rank, count in sorted(made.items()) if count != common[0][0])
+        return CallCountMismatch(first_deviating, step, made[first_deviating], common[0][0])
     return None
 
 

@@ -40,18 +40,18 @@ class OffsetEstimate:
     def __init__(self) -> None:
         self._samples: deque[Offset] = deque(maxlen=_SAMPLES)
 
-    def add(self, asked_ns: int, told_ns: int, heard_ns: int) -> None:
+    def add(self, requested_ns: int, remote_ns: int, received_ns: int) -> None:
         """Adds a response.
 
         Args:
-            asked_ns: the time at which the request was sent, on this machine's clock.
-            told_ns: the time in the response, on the other machine's clock.
-            heard_ns: the time at which the response was received, on this machine's clock.
+            requested_ns: the time at which the request was sent, on this machine's clock.
+            remote_ns: the time in the response, on the other machine's clock.
+            received_ns: the time at which the response was received, on this machine's clock.
         """
-        if heard_ns >= asked_ns:
-            middle_ns, half_ns = (asked_ns + heard_ns) // 2, (heard_ns - asked_ns) // 2
+        if received_ns >= requested_ns:
+            middle_ns, half_ns = (requested_ns + received_ns) // 2, (received_ns - requested_ns) // 2
             error_ns = half_ns + round(DRIFT * half_ns) + 2  # the other clock also drifts during half the round trip
-            self._samples.append(Offset(told_ns - middle_ns, error_ns, middle_ns))
+            self._samples.append(Offset(remote_ns - middle_ns, error_ns, middle_ns))
 
     def at(self, now_ns: int) -> Offset | None:
         """Returns the offset with the smallest error at `now_ns`, or None if there is no response."""
@@ -69,7 +69,7 @@ def shifted(rank: RankState, by_s: float) -> RankState:
             call,
             arrived_s=call.arrived_s + by_s,
             ended_s=moved(call.ended_s),
-            come_s=moved(call.come_s),
+            all_arrived_s=moved(call.all_arrived_s),
             reached_s=moved(call.reached_s),
         )
         for call in rank.calls

@@ -117,9 +117,9 @@ def _different_tags(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> str:
 
 def _tags(rank: RankState, operation: str, group: str, peer: RankState) -> Counter[int]:
     """Counts a rank's recorded messages to or from a peer, by tag."""
-    seat = peer.seats.get(group)
+    membership = peer.memberships.get(group)
     found = [call.header for call in rank.calls if call.group == group and call.header.operation == operation]
-    return Counter(header.tag for header in found if seat is not None and header.peer == seat.number)
+    return Counter(header.tag for header in found if membership is not None and header.peer == membership.number)
 
 
 def diagnose_exit(rank: RankState, word: str = "rank") -> Diagnosis | None:
@@ -193,10 +193,10 @@ def _work(process: ProcessActivity, place: StackLocation | None) -> str:
 
 
 def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -> Diagnosis:
-    strays = named(found.strays, snapshot.word)
-    where = _where(snapshot, found.strays, group, found.sequence)
+    deviating = named(found.deviating, snapshot.word)
+    where = _where(snapshot, found.deviating, group, found.sequence)
     elsewhere = _where(snapshot, found.regular, group, found.sequence)
-    start = beginning(snapshot, found.strays) if found.step is None else f"step {found.step}: "
+    start = beginning(snapshot, found.deviating) if found.step is None else f"step {found.step}: "
     if found.is_guess:
         made = _made_by(snapshot, group, found.sequence)
         parts = [
@@ -204,7 +204,7 @@ def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -
             for header, ranks in made.items()
         ]
         sentence = f"{start}call {found.sequence} differs: {', '.join(parts)}, and it is not known which is correct"
-        return Diagnosis(_CAUSE_OF_MISMATCH[found.kind], found.strays, sentence)
+        return Diagnosis(_CAUSE_OF_MISMATCH[found.kind], found.deviating, sentence)
     due = f"where {named(found.regular, snapshot.word)} called {found.expected}{elsewhere}"
     does = {
         MismatchKind.SKIPPED: f"it skipped {found.expected}, or calls it later",
@@ -214,9 +214,9 @@ def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -
         MismatchKind.OTHER_SHAPE: _difference_in(found.theirs, found.expected),
         MismatchKind.OTHER_CALL: "it took a different path through the program",
     }[found.kind]
-    handled = _handled(snapshot, found.strays[0]) if len(found.strays) == 1 else ""
-    sentence = f"{start}{strays} called {found.theirs} as call {found.sequence}{where}{handled}, {due}: {does}"
-    return Diagnosis(_CAUSE_OF_MISMATCH[found.kind], found.strays, sentence)
+    handled = _handled(snapshot, found.deviating[0]) if len(found.deviating) == 1 else ""
+    sentence = f"{start}{deviating} called {found.theirs} as call {found.sequence}{where}{handled}, {due}: {does}"
+    return Diagnosis(_CAUSE_OF_MISMATCH[found.kind], found.deviating, sentence)
 
 
 def _handled(snapshot: JobSnapshot, number: int) -> str:
@@ -358,7 +358,7 @@ def _histories(snapshot: JobSnapshot, group: str) -> dict[int, list[RankCall]]:
     return {
         rank.rank: [call for call in rank.calls if call.group == group and not call.is_message]
         for rank in snapshot.ranks
-        if group in rank.seats
+        if group in rank.memberships
     }
 
 
@@ -372,34 +372,39 @@ def _misconfigured(snapshot: JobSnapshot) -> Diagnosis | None:
     joining: dict[int, tuple[GroupMembership, str]] = {}
     for rank in snapshot.ranks:
         for call in rank.calls:
-            seat = rank.seats.get(call.group)
-            if call.is_formation and call.ended_s is None and seat is not None and seat.name in DEFAULT_GROUPS:
-                joining[rank.rank] = seat, call.line or line_of(rank)
+            membership = rank.memberships.get(call.group)
+            if (
+                call.is_formation
+                and call.ended_s is None
+                and membership is not None
+                and membership.name in DEFAULT_GROUPS
+            ):
+                joining[rank.rank] = membership, call.line or line_of(rank)
     by_size: dict[int, list[int]] = {}
     by_number: dict[int, list[int]] = {}
-    for number, (seat, _) in joining.items():
-        by_size.setdefault(seat.size, []).append(number)
-        by_number.setdefault(seat.number, []).append(number)
+    for number, (membership, _) in joining.items():
+        by_size.setdefault(membership.size, []).append(number)
+        by_number.setdefault(membership.number, []).append(number)
     lines = {line for _, line in joining.values()}
     where = f" ({lines.pop()})" if len(lines) == 1 and "" not in lines else ""
     if len(snapshot.ranks) not in by_size:
         return None
     if len(by_size) > 1:
         ranks = [f"{named(numbers)} {verb(len(numbers), 'have')} {size}" for size, numbers in sorted(by_size.items())]
-        strays = [rank for size, numbers in by_size.items() if size != len(snapshot.ranks) for rank in numbers]
+        deviating = [rank for size, numbers in by_size.items() if size != len(snapshot.ranks) for rank in numbers]
         sentence = (
             f"the world sizes passed to init_process_group(){where} differ: {', '.join(ranks)}; all ranks must have "
             "the same. Check WORLD_SIZE and the argument world_size"
         )
-        return Diagnosis(Cause.OTHER_SHAPE, tuple(sorted(strays)), sentence)
+        return Diagnosis(Cause.OTHER_SHAPE, tuple(sorted(deviating)), sentence)
     for number, processes in by_number.items():
         if len(processes) > 1:
-            strays = [rank for rank in processes if rank != number] if number in processes else processes
+            deviating = [rank for rank in processes if rank != number] if number in processes else processes
             sentence = (
                 f"the processes of {named(processes)} wait in init_process_group(){where}, and all of them have called "
                 f"it as rank {number}; each must have a different rank. Check RANK and the argument rank"
             )
-            return Diagnosis(Cause.OTHER_SHAPE, tuple(sorted(strays)), sentence)
+            return Diagnosis(Cause.OTHER_SHAPE, tuple(sorted(deviating)), sentence)
     return None
 
 
@@ -413,8 +418,8 @@ def _deadlocked(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
     parts = []
     for wait, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         needed = sorted(set(wait.absent) & set(following.waiters))
-        seat = next(rank for rank in snapshot.ranks if rank.rank == wait.waiters[0]).seats[wait.call.group]
-        name = "default group" if seat.name in DEFAULT_GROUPS else seat.name or wait.call.group
+        membership = next(rank for rank in snapshot.ranks if rank.rank == wait.waiters[0]).memberships[wait.call.group]
+        name = "default group" if membership.name in DEFAULT_GROUPS else membership.name or wait.call.group
         group = f" of the {name}" if not wait.call.is_message else ""
         parts.append(f"{waiting(snapshot, wait, of=group)} for {named(needed, snapshot.word)}")
     blamed = sorted({rank for wait in cycle for rank in (*wait.waiters, *wait.absent)})
@@ -495,8 +500,8 @@ def _makes_other_calls(snapshot: JobSnapshot, rank: RankState, wait: CallWait) -
 
 def _destroyed(rank: RankState, wait: CallWait, doing: str) -> str:
     """Describes a rank that has destroyed a group in which others wait for it; returns "" for other ranks."""
-    seat = rank.seats.get(wait.call.group)
-    if seat is None or not seat.is_closed or rank.ending is not None:
+    membership = rank.memberships.get(wait.call.group)
+    if membership is None or not membership.is_closed or rank.ending is not None:
         return ""
     last = rank.latest_call
     if rank.place is not None or last is None:

@@ -152,7 +152,7 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
     word = "waited" if have_ended else verb(len(who), "wait")
     call = str(wait.call)
     if wait.is_formation:
-        name = next((seat.name for rank in waiters if (seat := rank.seats.get(wait.call.group))), "")
+        name = next((membership.name for rank in waiters if (membership := rank.memberships.get(wait.call.group))), "")
         of = f" of the {name}" if name else ""
         if name in DEFAULT_GROUPS:
             call, of = "init_process_group()", ""

@@ -39,7 +39,7 @@ class RankCall:
         ended_s: the time at which the call ended, or None.
         outcome: an element of `paceline.comm.record.layout.OUTCOMES`; empty until the call has ended.
         step: the training step in which the call was made, or None.
-        come_s: the time at which this rank detected that all ranks had arrived, or None.
+        all_arrived_s: the time at which this rank detected that all ranks had arrived, or None.
         missing: the ranks in the group that had not arrived when the call failed.
         tcp_nbytes: the number of bytes that the rank sent over the network for the call.
         line: the line of the user's program that made the call, such as "train.py:71"; "" if unknown.
@@ -55,7 +55,7 @@ class RankCall:
     ended_s: float | None = None
     outcome: str = ""
     step: int | None = None
-    come_s: float | None = None
+    all_arrived_s: float | None = None
     missing: tuple[int, ...] = ()
     tcp_nbytes: int = 0
     line: str = ""
@@ -303,7 +303,7 @@ class RankState:
 
     Attributes:
         rank: the rank's number in the job.
-        seats: the rank's memberships, keyed by group identity.
+        memberships: the rank's memberships, keyed by group identity.
         calls: the rank's latest calls, oldest first; empty if the recording is missing.
         step: the rank's current training step, or None.
         since_s: the time of the rank's last recorded activity, or None.
@@ -320,7 +320,7 @@ class RankState:
     rank: int
     host: str = ""
     pid: int = 0
-    seats: Mapping[str, GroupMembership] = field(default_factory=dict)
+    memberships: Mapping[str, GroupMembership] = field(default_factory=dict)
     calls: tuple[RankCall, ...] = ()
     step: int | None = None
     since_s: float | None = None

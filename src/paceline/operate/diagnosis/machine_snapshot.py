@@ -89,7 +89,7 @@ def job_snapshot_of(snapshots: Iterable[MachineSnapshot], word: str = "rank") ->
 def snapshot_if_stalled(
     workers: Sequence[WatchedWorker],
     patience: StallThreshold,
-    is_asked: bool,
+    is_requested: bool,
     look_s: float = LOOK_S,
     may_be_idle: bool = False,
 ) -> MachineSnapshot | None:
@@ -98,12 +98,12 @@ def snapshot_if_stalled(
     Args:
         workers: the workers on this machine.
         patience: the threshold for overdue calls; it applies at the end of the snapshot.
-        is_asked: whether to take the snapshot even if no call is overdue.
+        is_requested: whether to take the snapshot even if no call is overdue.
         look_s: the time between the two samples of each process, in seconds.
         may_be_idle: whether to report idle ranks, because no worker has recorded anything for a long time.
     """
     soon = StallThreshold(patience.floor_s - look_s, patience.ceiling_s - look_s)
-    if not is_asked and not may_be_idle and not any(_waits_too_long(worker, soon) for worker in workers):
+    if not is_requested and not may_be_idle and not any(_waits_too_long(worker, soon) for worker in workers):
         return None
     began_s = time.monotonic()
     first = {worker.pid: worker_process.sample(worker.pid) for worker in workers}
@@ -117,7 +117,7 @@ def snapshot_if_stalled(
         is_still = process.state in STILL
         ranks.append(worker_state(worker, replace(process, moves=moves), frames or (() if is_still else earlier)))
     snapshot = MachineSnapshot(time.monotonic(), tuple(ranks), _stalled_since_s(ranks, soon, may_be_idle))
-    return snapshot if is_asked or snapshot.stalled_since_s is not None else None
+    return snapshot if is_requested or snapshot.stalled_since_s is not None else None
 
 
 def _waits_too_long(worker: WatchedWorker, patience: StallThreshold) -> bool:

@@ -116,7 +116,9 @@ def _ending(
         mismatch = failed[-1].outcome == "mismatch"
         return RankExitStatus(ExitReason.MISMATCH if mismatch else ExitReason.CONSEQUENCE, at_s, failed[-1].outcome)
     is_missed = any(
-        call.outcome == "peer_lost" and call.group in rank.seats and rank.seats[call.group].number in call.missing
+        call.outcome == "peer_lost"
+        and call.group in rank.memberships
+        and rank.memberships[call.group].number in call.missing
         for other in ranks
         for call in other.calls
     )

@@ -422,7 +422,7 @@ def rank_state_of(recording: ProcessRecording, number: int | None = None) -> Ran
         rank=number if number is not None else recording.rank if recording.rank is not None else -1,
         host=recording.host,
         pid=recording.pid,
-        seats={
+        memberships={
             groups[serial]: GroupMembership(
                 group.rank,
                 group.size,
@@ -495,7 +495,7 @@ def _rank_call(call: CallRecord, group: GroupRecord) -> RankCall:
         ended_s=None if call.ended_ns is None else call.ended_ns * _NS,
         outcome=call.outcome or "",
         step=call.step or None,
-        come_s=None if call.complete_ns is None else call.complete_ns * _NS,
+        all_arrived_s=None if call.complete_ns is None else call.complete_ns * _NS,
         missing=call.missing,
         tcp_nbytes=call.tcp_nbytes,
         line=call.line or "",

@@ -149,7 +149,7 @@ class StallReporter:
     verdict: Diagnosis | None = None
     since_s: float = 0.0
 
-    def tell(self, verdict: Diagnosis, since_s: float) -> str | None:
+    def report(self, verdict: Diagnosis, since_s: float) -> str | None:
         """Records a diagnosis; returns the sentence to report, or None."""
         before = self.verdict
         is_new = before is None or (before.cause, before.blamed) != (verdict.cause, verdict.blamed)

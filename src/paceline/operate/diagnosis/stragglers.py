@@ -508,13 +508,15 @@ def _sentence(found: Straggler, cost: StragglerCost, word: str, *, is_over: bool
     others = f"the other {word}" if cost.ranks == 2 else "the median of the others"
     if found.long_steps is None:
         needs = "needed" if is_over else "needs"
-        says = f"{who} {needs} {more} more than {others} for its own work in a typical {unit}"
+        finding = f"{who} {needs} {more} more than {others} for its own work in a typical {unit}"
     else:
         takes = "took" if is_over else "takes"
         often = f"every {ordinal(found.period)} {unit}" if found.period else f"{found.long_steps} {unit}s"
-        says = f"in {often}, {who} {takes} {more} longer than {others} for its own work"
+        finding = f"in {often}, {who} {takes} {more} longer than {others} for its own work"
     evidence = f"{cost.steps} {unit}s, confidence {_confidence(found.probability)}"
-    return f"{says}, {found.share:.0%} of {_unit(cost)} on average ({evidence}): it {_reason(found, is_over=is_over)}"
+    return (
+        f"{finding}, {found.share:.0%} of {_unit(cost)} on average ({evidence}): it {_reason(found, is_over=is_over)}"
+    )
 
 
 def _confidence(probability: float) -> str:

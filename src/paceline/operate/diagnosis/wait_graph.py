@@ -65,20 +65,20 @@ def waits_of(snapshot: JobSnapshot) -> list[CallWait]:
 
 def _members_of(snapshot: JobSnapshot, group: str) -> dict[int, RankState]:
     """Returns a group's known members, keyed by group rank, including members that have not joined the group yet."""
-    members = {rank.seats[group].number: rank for rank in snapshot.ranks if group in rank.seats}
+    members = {rank.memberships[group].number: rank for rank in snapshot.ranks if group in rank.memberships}
     by_rank = {rank.rank: rank for rank in snapshot.ranks}
     awaited = {
         number: by_rank[rank]
         for member in members.values()
-        for number, rank in enumerate(_ranks_of(member.seats[group]))
+        for number, rank in enumerate(_ranks_of(member.memberships[group]))
         if rank in by_rank and snapshot.word == "rank"  # in an elastic job, slots are numbered differently from ranks
     }
     return {**awaited, **members}
 
 
-def _ranks_of(seat: GroupMembership) -> Sequence[int]:
+def _ranks_of(membership: GroupMembership) -> Sequence[int]:
     """Returns the members' ranks in the job, or an empty sequence if they are unknown."""
-    return range(seat.size) if seat.has_job_ranks else seat.ranks
+    return range(membership.size) if membership.has_job_ranks else membership.ranks
 
 
 def _collectives(rank: RankState, group: str) -> list[RankCall]:
@@ -89,7 +89,7 @@ def _messages(rank: RankState, group: str, members: Mapping[int, RankState]) -> 
     """Returns a rank's first open message whose peer has not begun the matching call."""
     for call in rank.calls:
         if call.group == group and call.is_message and call.is_open:
-            peer, mine = members.get(call.header.peer), rank.seats[group]
+            peer, mine = members.get(call.header.peer), rank.memberships[group]
             ends = [] if peer is None else [other for other in peer.calls if other.group == group and other.is_open]
             is_matched = any(
                 (end.header.peer, end.header.tag) == (mine.number, call.header.tag)
@@ -106,7 +106,7 @@ def _messages(rank: RankState, group: str, members: Mapping[int, RankState]) -> 
 def _wait(group: str, number: int, members: Mapping[int, RankState]) -> CallWait:
     arrived = {member: call for member, rank in members.items() if (call := _made(rank, group, number)) is not None}
     waiting = {member: call for member, call in arrived.items() if call.is_open}
-    size = max(rank.seats[group].size for rank in members.values() if group in rank.seats)
+    size = max(rank.memberships[group].size for rank in members.values() if group in rank.memberships)
     reported = {member for call in arrived.values() for member in call.missing}
 
     def is_missed(member: int) -> bool:

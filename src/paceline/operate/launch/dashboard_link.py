@@ -29,7 +29,7 @@ class DashboardLink:
         connection: NodeConnection,
         is_secret: bool,
         directory: Path | None,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         workers: Callable[[], Iterable[WatchedWorker]],
     ) -> None:
         self._connection = connection
@@ -43,7 +43,9 @@ class DashboardLink:
 
                 self.local = LocalActivity()
                 security = "auth" if is_secret else ""
-                self._page = JobDashboard(job, security, directory, say, connection.client.send, self.local, workers)
+                self._page = JobDashboard(
+                    job, security, directory, print_line, connection.client.send, self.local, workers
+                )
         else:
             self.local = LocalActivity(is_observed=False, has_all_events=False)
 

@@ -322,7 +322,7 @@ def report_parts(
     cause = first_failure(failures)
     likewise = [failure for failure in failures if failure is not cause and _are_alike(failure, cause)]
     # The first rank to fail is not always the first to print.
-    printed_by = next((each.rank for each in (cause, *likewise) if _is_printed(each, word, is_in_view)), None)
+    printed_by = next((failure.rank for failure in (cause, *likewise) if _is_printed(failure, word, is_in_view)), None)
     if len(likewise) == 1:
         likewise = []  # a single rank is listed, because a summary would not be shorter
     others = []

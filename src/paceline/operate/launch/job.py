@@ -121,7 +121,7 @@ class Job:
     role: str = "default"
     virtual_local_rank: bool = False
     binding: str | None = "exclusive"  # mode for binding workers to cores; None disables binding
-    binding_is_asked_for: bool = False
+    is_binding_requested: bool = False
     stdin_rank: int | None = 0  # rank that reads the launcher's stdin, if it runs on this machine
     events: bool = False
     stall_after_s: float = 15.0  # time after which a call counts as stalled and is diagnosed; 0 disables this
@@ -170,7 +170,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         role=options.role,
         virtual_local_rank=options.virtual_local_rank,
         binding=None if options.no_pin else options.numa_binding or "exclusive",
-        binding_is_asked_for=options.numa_binding is not None,
+        is_binding_requested=options.numa_binding is not None,
         stdin_rank=options.stdin,
         events=options.event_log_handler == "console",
         stall_after_s=options.stall_after,

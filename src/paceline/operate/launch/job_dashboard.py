@@ -35,7 +35,7 @@ from paceline.operate.diagnosis.job_snapshot import RankState
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
 from paceline.operate.launch.job import Job
 from paceline.operate.launch.local_activity import LocalActivity
-from paceline.operate.launch.multinode.protocol import AskStacks, DashboardUpdate, DashboardWatched, UserMessage
+from paceline.operate.launch.multinode.protocol import DashboardUpdate, DashboardWatched, StacksRequest, UserMessage
 
 _SAMPLE_INTERVAL_S = 1.0
 _MOST_LINES = 500  # maximum number of output lines in one update
@@ -62,8 +62,8 @@ class JobDashboard:
         job: Job,
         security: str,
         directory: Path | None,
-        say: Callable[[str], None],
-        send: Callable[[DashboardWatched | AskStacks], None],
+        print_line: Callable[[str], None],
+        send: Callable[[DashboardWatched | StacksRequest], None],
         local: LocalActivity,
         workers: Callable[[], Iterable[WatchedWorker]],
     ) -> None:
@@ -90,7 +90,7 @@ class JobDashboard:
         greeting = lines(listener, token, options.prefix)
         try:
             self._serving = DashboardServer(
-                listener, collector.look, access, options.prefix, {"stacks": self._take_stacks}, say
+                listener, collector.look, access, options.prefix, {"stacks": self._take_stacks}, print_line
             )
         except BaseException:
             listener.close()
@@ -100,7 +100,7 @@ class JobDashboard:
         if self._file is not None:
             write_address(self._file, listener, token, options.prefix)
         for line in greeting:
-            say(line)
+            print_line(line)
 
     def seen(self, body: str) -> None:
         """Displays an update from another machine."""
@@ -128,7 +128,7 @@ class JobDashboard:
             self._send(DashboardWatched(self._was_watched))
         if self._is_asking:
             self._is_asking = False
-            self._send(AskStacks())
+            self._send(StacksRequest())
         self.sample()
 
     def sample(self) -> None:
@@ -244,8 +244,8 @@ def _rank(sample: RankSample, offset_s: float) -> RankSample:
     pending = sample.pending
     if pending is not None:
         calls = tuple(replace(call, arrived_s=call.arrived_s + offset_s) for call in pending.calls)
-        pending = RankState(pending.rank, seats=pending.seats, calls=calls)
-    return replace(sample, heard_s=sample.heard_s + offset_s, steps=steps, pending=pending)
+        pending = RankState(pending.rank, memberships=pending.memberships, calls=calls)
+    return replace(sample, last_record_s=sample.last_record_s + offset_s, steps=steps, pending=pending)
 
 
 def _step(step: RankStep, offset_s: float, is_last: bool) -> RankStep:

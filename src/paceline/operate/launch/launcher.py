@@ -19,7 +19,6 @@ from paceline.operate.launch.job import Job
 from paceline.operate.launch.job_directory import Events, JobDirectory, JobRecordings
 from paceline.operate.launch.multinode.node_connection import NodeConnection
 from paceline.operate.launch.multinode.protocol import (
-    AskStacks,
     DashboardUpdate,
     DashboardWatched,
     JobEnded,
@@ -28,6 +27,7 @@ from paceline.operate.launch.multinode.protocol import (
     Order,
     RequestSnapshot,
     SnapshotReport,
+    StacksRequest,
     UserMessage,
 )
 from paceline.operate.launch.shared_secret import SlurmSecret
@@ -79,13 +79,13 @@ class Launcher(ABC):
         self._keyboard = Keyboard()
         others = (signal.SIGWINCH, signal.SIGTSTP) if self._keyboard.is_terminal else (signal.SIGWINCH,)
         self._signals = Signals(job.signals, others)
-        self._console = Console(lambda: self._signals.has_come)
-        self._say = self._console.say
+        self._console = Console(lambda: self._signals.has_arrived)
+        self._print_line = self._console.print_line
         self._directory = JobDirectory(job)
         self._recordings = JobRecordings(self._directory.path)
         self._copies = CacheServer(None if job.rendezvous.address is None else connection.address)
         path = self._directory.path
-        self._dashboard = DashboardLink(job, connection, secret is not None, path, self._say, self._watched)
+        self._dashboard = DashboardLink(job, connection, secret is not None, path, self._print_line, self._watched)
         local = self._dashboard.local
         sink, listener = (local.sink, local.note_event) if local is not None else (None, None)
         self._logs = Logs(job.output, path, self._console, self.word, sink, self._dashboard.has_page)
@@ -116,7 +116,7 @@ class Launcher(ABC):
     def run(self) -> int:
         """Runs this machine's part of the job; returns the exit code."""
         for line in [*self._machine.remarks(self._job), *filter(None, [self._directory.remark])]:
-            self._say(line)
+            self._print_line(line)
         self._connection.client.send(self._join())
         while not self._is_over():
             for key, _ in self._selector.select(self._wait_s()):
@@ -220,7 +220,7 @@ class Launcher(ABC):
                     (self._headlines if is_headline else self._final_messages).append(text)
                 case DashboardWatched(is_on):
                     self._dashboard.send_to_dashboard(is_on)
-                case AskStacks():
+                case StacksRequest():
                     self._dashboard.take_stacks()
                 case DashboardUpdate(body):
                     self._dashboard.seen(body)
@@ -228,7 +228,7 @@ class Launcher(ABC):
                     if not order.is_failure:  # for a failure, the event has already been written
                         kind = "stall" if order.is_stall else "resume"
                         self._events.write(kind, reason=text, ranks=list(order.blamed))
-                    self._say(text)
+                    self._print_line(text)
                     self._dashboard.stalled(order)
                 case _:
                     self._follow(order)
@@ -294,12 +294,12 @@ class Launcher(ABC):
             return 1
         self._events.write("end", code=end.code)
         for text in self._headlines:
-            self._say(text)
+            self._print_line(text)
         if end.failures:
             for part in report_parts(end.failures, self._world, self.word, self._console.is_in_view):
-                self._say(part)
+                self._print_line(part)
         for text in self._final_messages:
-            self._say(text)
+            self._print_line(text)
         if end.reason:
-            self._say(end.reason)
+            self._print_line(end.reason)
         return end.code

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from paceline.operate.dashboard.event_queue import TOLD_BY_ALL, EventFormatter, EventQueue, Fact, WorkerGone
+from paceline.operate.dashboard.event_queue import SENT_BY_ALL, EventFormatter, EventQueue, Fact, WorkerEnded
 from paceline.operate.dashboard.job_sample import Line, Stack
 from paceline.operate.diagnosis.job_snapshot import ExitReason
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
@@ -40,8 +40,8 @@ class LocalActivity:
 
     def note_event(self, event: str, facts: dict[str, Fact]) -> None:
         """Records a launcher event."""
-        for note in self._formatter.tell(event, facts, time.monotonic()):
-            if self._has_all_events or note.kind not in TOLD_BY_ALL:
+        for note in self._formatter.format(event, facts, time.monotonic()):
+            if self._has_all_events or note.kind not in SENT_BY_ALL:
                 self.notes.leave(note)
 
     def watch(self, workers: Iterable[WatchedWorker]) -> None:
@@ -55,15 +55,15 @@ class LocalActivity:
                     self.notes.leave_worker(worker.number, worker.pid, self._host, worker.recording)
             elif known is not None:
                 how = "" if ending is None or ending.manner is ExitReason.FINISHED else ending.how
-                self.notes.leave(WorkerGone(known.number, known.pid, how))
+                self.notes.leave(WorkerEnded(known.number, known.pid, how))
         for known in before.values():  # the launcher stopped it and recorded no exit status
-            self.notes.leave(WorkerGone(known.number, known.pid, ""))
+            self.notes.leave(WorkerEnded(known.number, known.pid, ""))
         self._known = running
 
     def worker_ended(self, number: int, pid: int, how: str) -> None:
         """Records a worker's exit. `how` describes the failure, and is "" if the worker did not fail."""
         self._known.pop(number, None)
-        self.notes.leave(WorkerGone(number, pid, how))
+        self.notes.leave(WorkerEnded(number, pid, how))
 
     def forget_workers(self) -> None:
         """Causes the next `watch` to record all running workers again."""

@@ -143,7 +143,7 @@ class SlurmSecret:
             raise OSError(f"the job's secret cannot be stored for the other machines in {tried}; {_ADVICE}")
         return secret
 
-    def await_from(self, host: str, timeout_s: float, say: Callable[[str], None]) -> bytes:
+    def await_from(self, host: str, timeout_s: float, print_line: Callable[[str], None]) -> bytes:
         """Waits for launcher 0, on `host`, to write the secret; returns the secret.
 
         Raises:
@@ -152,7 +152,7 @@ class SlurmSecret:
         """
         begun_s = time.monotonic()
         places = " or ".join(self._directories) or "no directory"
-        has_said = False
+        is_reported = False
         while True:
             for directory in self._directories:
                 if (secret := self._read(directory)) is not None:
@@ -163,9 +163,9 @@ class SlurmSecret:
                     f"launcher 0, on {host}, stored no secret within {timeout_s:.0f} s: expected {self._name} in "
                     f"{places}. Look at its output; if the machines share neither directory, {_ADVICE}"
                 )
-            if waited_s >= _PATIENCE_S and not has_said:
-                has_said = True
-                say(f"waiting for the job's secret from launcher 0 on {host}, in {places}")
+            if waited_s >= _PATIENCE_S and not is_reported:
+                is_reported = True
+                print_line(f"waiting for the job's secret from launcher 0 on {host}, in {places}")
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
@@ -203,11 +203,11 @@ class SlurmSecret:
             return file.read(_SECRET_BYTES)
 
 
-def secret_of(job: Job, shared: SlurmSecret, say: Callable[[str], None]) -> bytes | None:
+def secret_of(job: Job, shared: SlurmSecret, print_line: Callable[[str], None]) -> bytes | None:
     """Returns the secret for the rendezvous between a job's machines, or None; errors as in `SlurmSecret`."""
     rendezvous, scheduler = job.rendezvous, job.scheduler
     if chosen_level() == "none":
-        say("security level none: connections are neither authenticated nor encrypted")
+        print_line("security level none: connections are neither authenticated nor encrypted")
         return None
     if rendezvous.address is None:
         return secrets.token_bytes(_SECRET_BYTES)
@@ -215,4 +215,4 @@ def secret_of(job: Job, shared: SlurmSecret, say: Callable[[str], None]) -> byte
         return secret
     if scheduler.node_rank == 0:
         return shared.make()
-    return shared.await_from(scheduler.address or "another machine", rendezvous.join_timeout_s, say)
+    return shared.await_from(scheduler.address or "another machine", rendezvous.join_timeout_s, print_line)

@@ -303,7 +303,7 @@ class SpawnWatchdog:
             from paceline.operate.diagnosis.stragglers import describe_slowdowns
 
             for text in explain_or_default(lambda: describe_slowdowns([snapshot_ended_workers(self._watched())]), []):
-                _say(text)
+                _print_line(text)
 
     def close(self) -> None:
         """Waits for a snapshot in progress, and closes the recordings; idempotent."""
@@ -321,7 +321,9 @@ class SpawnWatchdog:
 
     def _find_recordings(self) -> None:
         """Opens new recordings. A process creates its recording together with its first group."""
-        missing = {str(each.pid): rank for rank, each in enumerate(self._processes) if rank not in self._recordings}
+        missing = {
+            str(process.pid): rank for rank, process in enumerate(self._processes) if rank not in self._recordings
+        }
         if not missing:
             return
         with contextlib.suppress(OSError):
@@ -344,16 +346,16 @@ class SpawnWatchdog:
         """Diagnoses a stall from a snapshot, given as JSON; "" means that the processes have resumed."""
         if not body:
             if (resumed := self._reporter.resumed(time.monotonic())) is not None:
-                _say(resumed)
+                _print_line(resumed)
             return
         from paceline.operate.diagnosis.machine_snapshot import decode
 
         snapshot = decode(body)
         verdict = _verdict_on(snapshot)
         if verdict is not None and snapshot.stalled_since_s is not None:
-            text = self._reporter.tell(verdict, snapshot.stalled_since_s)
+            text = self._reporter.report(verdict, snapshot.stalled_since_s)
             if text is not None:
-                _say(text)
+                _print_line(text)
 
 
 def _verdict_on(snapshot: MachineSnapshot) -> Diagnosis | None:
@@ -363,7 +365,7 @@ def _verdict_on(snapshot: MachineSnapshot) -> Diagnosis | None:
     return explain_or_default(lambda: diagnose(job_snapshot_of([snapshot])), None)
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stderr.write(f"paceline: {text}\n")
 
 

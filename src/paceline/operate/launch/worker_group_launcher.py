@@ -84,7 +84,7 @@ def _run(job: Job, listener: ListeningEndpoint | None, secret: bytes | None, cle
     shared = SlurmSecret(os.environ)
     try:
         if secret is None:
-            secret = secret_of(job, shared, Console().say)
+            secret = secret_of(job, shared, Console().print_line)
         until_s = time.monotonic() + job.rendezvous.join_timeout_s
         while True:
             try:
@@ -95,7 +95,9 @@ def _run(job: Job, listener: ListeningEndpoint | None, secret: bytes | None, cle
                         "a job is already running, but its coordinator could not be reached for "
                         f"{job.rendezvous.join_timeout_s:.0f} s ({error}). Check that no firewall blocks the connection"
                     ) from error
-                Console().say(f"the job that is already running cannot be reached ({error}); looking for it again")
+                Console().print_line(
+                    f"the job that is already running cannot be reached ({error}); looking for it again"
+                )
                 moved = None
             else:
                 if moved is None:
@@ -110,7 +112,7 @@ def _take_part(
     job: Job, listener: ListeningEndpoint | None, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
 ) -> tuple[int, JobMoved | None]:
     """Runs this machine's part of the job; returns the exit code, and the job to join instead (if any)."""
-    connection = open_rendezvous(job, secret, Console().say, listener)
+    connection = open_rendezvous(job, secret, Console().print_line, listener)
     try:
         if job.one_port is not None:
             require_port(connection.address, secret)
@@ -133,10 +135,10 @@ class WorkerGroupLauncher(Launcher):
     ) -> None:
         super().__init__(job, connection, secret, shared, cleanup)
         self._generation: WorkerGroup | None = None
-        self._stores = WorkerStores(job, connection.address, secret, self._say)
+        self._stores = WorkerStores(job, connection.address, secret, self._print_line)
         self._secret_fd = -1
         self._interrupted: set[int] = set()  # ranks that received a forwarded Ctrl-C
-        self._was_told_to_stop = False
+        self._is_stop_requested = False
         self._has_explained = False  # whether a failure in this generation has been diagnosed
         self._has_looked = False  # whether the workers were examined because of a rank that left its group
         self._started_s = 0.0  # start time of the generation (monotonic)
@@ -191,21 +193,21 @@ class WorkerGroupLauncher(Launcher):
             case Start():
                 self._start(order)
             case Stop(number, reason, is_failure) if self._generation is not None and self._generation.number == number:
-                self._was_told_to_stop = True
+                self._is_stop_requested = True
                 self._watcher.pause()
                 if not self._generation.failures:
-                    self._say(f"{reason}; stopping the workers on this machine")
+                    self._print_line(f"{reason}; stopping the workers on this machine")
                 self._generation.end(after_s=CONSEQUENCES_S if is_failure else 0.0)
             case NotifyOrder(reason):
                 self._events.write("wait", reason=reason)
-                self._say(reason)
+                self._print_line(reason)
             case JobEnded() if self._end is None:
                 self._end = order
                 if self._generation is not None:
                     self._generation.end()
 
     def _start(self, start: Start) -> None:
-        self._was_told_to_stop = self._has_explained = self._has_looked = False
+        self._is_stop_requested = self._has_explained = self._has_looked = False
         self._started_s = time.monotonic()
         self._watcher.resume()
         if self._job.rendezvous.is_static:
@@ -216,7 +218,7 @@ class WorkerGroupLauncher(Launcher):
         self._directory.note(job=start.run_id, first_rank=first, world_size=start.world_size)
         self._events.write("start", generation=start.generation, ranks=list(range(first, first + count)))
         if start.group_world_size > 1:
-            self._say(
+            self._print_line(
                 f"generation {start.generation}: ranks {first} to {first + count - 1} of {start.world_size} here; "
                 f"machines {', '.join(start.hosts)}; MASTER {start.master_addr}:{start.master_port}"
             )
@@ -235,7 +237,7 @@ class WorkerGroupLauncher(Launcher):
             start,
             context,
             selector=self._selector,
-            say=self._say,
+            print_line=self._print_line,
             on_start=self._cleanup.watch,
             on_exception=self._on_exception,
             on_failure=lambda failure: self._on_failure(start, failure),
@@ -303,7 +305,7 @@ class WorkerGroupLauncher(Launcher):
 
     def _on_generation_over(self, generation: WorkerGroup) -> None:
         number, failures = generation.number, tuple(generation.failures)
-        has_failed, lasted_s = bool(failures) or self._was_told_to_stop, time.monotonic() - self._started_s
+        has_failed, lasted_s = bool(failures) or self._is_stop_requested, time.monotonic() - self._started_s
         is_useful = self._watcher.should_read_final_recordings(has_failed, lasted_s, len(generation.workers))
         # Ranks on other machines may still be waiting for these workers.
         if is_useful or (self._watcher.is_on and len(self._world) > len(generation.workers)):
@@ -317,7 +319,7 @@ class WorkerGroupLauncher(Launcher):
         self._close_workers()
         if self._stopped_by is not None:
             self._connection.client.send(NodeStopped(self._stopped_by.name))
-        elif failures or self._was_told_to_stop:
+        elif failures or self._is_stop_requested:
             port, store_port = self._ports()
             self._connection.client.send(WorkersStopped(number, port, shortened(failures), store_port))
         else:
@@ -347,14 +349,14 @@ class WorkerGroupLauncher(Launcher):
             return
         running = self._generation.pids()
         if running:
-            self._say(describe_signal(number.name, len(running), self._job.shutdown_timeout_s))
+            self._print_line(describe_signal(number.name, len(running), self._job.shutdown_timeout_s))
         elif not self._generation.workers:
-            self._say(f"{number.name}: the job ends before its workers have started")
+            self._print_line(f"{number.name}: the job ends before its workers have started")
         self._generation.end(number)
 
 
 def open_rendezvous(
-    job: Job, secret: bytes | None, say: Callable[[str], None], listener: ListeningEndpoint | None = None
+    job: Job, secret: bytes | None, print_line: Callable[[str], None], listener: ListeningEndpoint | None = None
 ) -> NodeConnection:
     """Connects this machine to the rendezvous; `listener` is the server's, if it is already open.
 
@@ -376,7 +378,7 @@ def open_rendezvous(
     if job.elastic is not None:
         from paceline.operate.launch.elastic.coordinator_client import join_elastic
 
-        return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), controller)
+        return join_elastic(job, job.elastic, secret, print_line, address, listener, _policy(job), controller)
     if listener is not None and controller is not None:
         relay = DashboardRelay(DiagnosisCollector(controller))
         server = RendezvousServer(listener, secret, relay, options.silence_s, bears_starvation=True)
@@ -384,7 +386,7 @@ def open_rendezvous(
     from paceline.operate.launch.multinode.remote_client import connect_client  # not needed on a single machine
 
     try:
-        client = connect_client(address, secret, options.join_timeout_s, options.silence_s, say)
+        client = connect_client(address, secret, options.join_timeout_s, options.silence_s, print_line)
     except BaseException:
         if server is not None:
             server.close(0.0)

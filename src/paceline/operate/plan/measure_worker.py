@@ -129,13 +129,13 @@ def measure_link(first: int, second: int, budget_s: float = _BUDGET_S) -> Networ
     """
     rank = paceline.get_rank()
     if rank == first:
-        return _ask(second, budget_s)
+        return _request(second, budget_s)
     if rank == second:
         _answer(first)
     return None
 
 
-def _ask(peer: int, budget_s: float) -> NetworkLink:
+def _request(peer: int, budget_s: float) -> NetworkLink:
     def round_trip(nbytes: int) -> float:
         message, answer = (
             torch.zeros(nbytes, dtype=torch.uint8, device="cpu"),

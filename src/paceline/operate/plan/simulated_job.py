@@ -135,7 +135,7 @@ class SimulatedWorker:
         """Handles the start of the training loop."""
         if self.state == "starting":
             self.state = "ready"
-            self.job.send(self, WorkerReady("", learns=True))
+            self.job.send(self, WorkerReady("", can_catch_up=True))
 
     def receive(self, message: ToWorker) -> None:
         """Handles a message from the coordinator."""
@@ -502,7 +502,7 @@ class SimulatedJob:
         del self._workers[uid]
 
     def _receive(self, uid: str, message: FromWorker) -> None:
-        self._obey(self._coordinator.worker_said(uid, message, self.now_s))
+        self._obey(self._coordinator.handle_worker_message(uid, message, self.now_s))
 
     def _tick(self, due_s: float) -> None:
         if self._ticks_s == due_s:

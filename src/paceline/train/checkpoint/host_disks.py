@@ -155,8 +155,8 @@ def newest_spread(
         own = root.listing() if disks.is_first else []
         return [(entry.sequence, entry.token, entry.name, entry.fault) for entry in own]
 
-    everyone = exchanged(listed, list[_ListedCheckpoint], channel)
-    entries = [(rank, *entry) for rank, own in enumerate(everyone) for entry in own]
+    from_all = exchanged(listed, list[_ListedCheckpoint], channel)
+    entries = [(rank, *entry) for rank, own in enumerate(from_all) for entry in own]
     skipped = {token or name: fault for _, _, token, name, fault in entries if fault is not None}
     skipped.update(damaged)
     candidates = {
@@ -190,12 +190,12 @@ def _spread(
         with root.open(names[channel.rank]) as opened:
             return sorted(opened.manifest.files_here()), sorted(opened.manifest.files)
 
-    everyone = exchanged(files, tuple[list[str], list[str]], channel)
+    from_all = exchanged(files, tuple[list[str], list[str]], channel)
     holders: dict[str, list[int]] = {}
-    for rank, (files_here, _) in enumerate(everyone):
+    for rank, (files_here, _) in enumerate(from_all):
         for file in files_here:
             holders.setdefault(file, []).extend(disks.sharers(rank))
-    missing = [file for _, all_files in everyone for file in all_files if file not in holders]
+    missing = [file for _, all_files in from_all for file in all_files if file not in holders]
     describer = -1 if names.keys() == set(disks.of) else min(names)
     sequence, token = which
     spread = SpreadCheckpoint(token, sequence, names.get(disks.of[channel.rank]), holders, describer)

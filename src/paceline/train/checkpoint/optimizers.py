@@ -84,10 +84,10 @@ def outline_of(entries: Iterable[tuple[str, object]]) -> Outline:
     return outline
 
 
-def agreed(everyone: Sequence[Outline]) -> dict[str, Numbering]:
+def agreed(from_all: Sequence[Outline]) -> dict[str, Numbering]:
     """Returns the numbering for each pipeline optimizer, given the outlines of all ranks."""
-    for rank, outline in enumerate(everyone):
-        for name, groups in everyone[0].items():
+    for rank, outline in enumerate(from_all):
+        for name, groups in from_all[0].items():
             seen = outline.get(name)
             if seen is None or len(seen) != len(groups):
                 found = "no such optimizer of a Pipeline" if seen is None else f"{len(seen)} parameter groups"
@@ -96,16 +96,16 @@ def agreed(everyone: Sequence[Outline]) -> dict[str, Numbering]:
                     f"group, and rank {rank} has {found}; create it in the same way on all ranks, with empty groups "
                     "where a rank has no such parameters, and call this on all ranks of the mesh"
                 )
-        if more := sorted(outline.keys() - everyone[0].keys()):
+        if more := sorted(outline.keys() - from_all[0].keys()):
             raise CheckpointError(
                 f"{more[0]!r} is an optimizer of a Pipeline on rank {rank} of the group, and not on rank 0; every rank "
                 "must have the same names in the state"
             )
-    return {name: Numbering(_joined(name, [outline[name] for outline in everyone])) for name in everyone[0]}
+    return {name: Numbering(_joined(name, [outline[name] for outline in from_all])) for name in from_all[0]}
 
 
-def _joined(name: str, everyone: Sequence[list[list[int]]]) -> list[list[int]]:
-    groups = [sorted(set(chain.from_iterable(groups))) for groups in zip(*everyone, strict=True)]
+def _joined(name: str, from_all: Sequence[list[list[int]]]) -> list[list[int]]:
+    groups = [sorted(set(chain.from_iterable(groups))) for groups in zip(*from_all, strict=True)]
     listed = list(chain.from_iterable(groups))
     if len(set(listed)) != len(listed):
         twice = next(position for position in listed if listed.count(position) > 1)

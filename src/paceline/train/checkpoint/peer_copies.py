@@ -80,16 +80,16 @@ class PeerCopies:
 
         Returns None if a rank cannot reach its launcher. The plan's memory must not change during the replication.
         """
-        everyone = exchanged(self._replication_report, _ReplicationReport, channel)
-        locations = [report.location for report in everyone if report.location is not None]
-        if len(locations) < len(everyone):
-            rank, absent = next((rank, report) for rank, report in enumerate(everyone) if report.location is None)
+        from_all = exchanged(self._replication_report, _ReplicationReport, channel)
+        locations = [report.location for report in from_all if report.location is not None]
+        if len(locations) < len(from_all):
+            rank, absent = next((rank, report) for rank, report in enumerate(from_all) if report.location is None)
             self._warn(f"rank {rank}: {absent.why}", channel)
             return None
-        wholes = [report.whole for report in everyone if report.whole is not None]
+        wholes = [report.whole for report in from_all if report.whole is not None]
         _, *others = targets(locations, channel.rank, self._count)
         replication = Replication(
-            root=everyone[0].root,
+            root=from_all[0].root,
             draft=plan.draft,
             keep=max(wholes)[1] if wholes else None,
             pieces=[outgoing_of(held) for held in plan.held],

@@ -60,8 +60,8 @@ class GroupChannel:
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Gathers the bytes of all ranks on rank 0; returns an empty list on the other ranks."""
-        everyone = self.all_gather(mine)
-        return everyone if self.rank == 0 else []
+        from_all = self.all_gather(mine)
+        return from_all if self.rank == 0 else []
 
     def broadcast(self, data: bytes) -> bytes:
         """Sends the bytes of rank 0 to all ranks, and returns them."""
@@ -169,10 +169,10 @@ class StoreChannel:
         self._set(self._gathered[self.rank], mine)
         if self.rank > 0:
             return []
-        everyone = [self._get(key, rank) for rank, key in enumerate(self._gathered)]
+        from_all = [self._get(key, rank) for rank, key in enumerate(self._gathered)]
         for key in self._gathered:
             self._delete(key)
-        return everyone
+        return from_all
 
     def broadcast(self, data: bytes) -> bytes:
         """Sends the bytes of rank 0 to all ranks, and returns them. Rank 0 waits until the others have read them."""

@@ -348,9 +348,9 @@ def fetch(plan: LoadPlan, holders: Mapping[str, Sequence[int]], channel: Collect
     if isinstance(channel, GroupChannel):
         for distance in range(1, channel.size):
             target, source = (channel.rank + distance) % channel.size, (channel.rank - distance) % channel.size
-            asked = [request for request in requests[target] if request.server == channel.rank]
+            served = [request for request in requests[target] if request.server == channel.rank]
             own = [(item, request) for item, request in missing if request.server == source]
-            fault = _exchange(plan, asked, own, target, source, channel)
+            fault = _exchange(plan, served, own, target, source, channel)
             outcome = outcome if fault is None else fault
     require_success(channel.all_gather(outcome))
 
@@ -373,7 +373,7 @@ def _missing(
 
 def _exchange(
     plan: LoadPlan,
-    asked: Sequence[PieceRequest],
+    served: Sequence[PieceRequest],
     own: Sequence[tuple[ReadItem, PieceRequest]],
     target: int,
     source: int,
@@ -384,12 +384,12 @@ def _exchange(
     Returns the encoded error if this rank could not read a piece, or None.
     """
     fault: bytes | None = None
-    outgoing = _batches([request.nbytes for request in asked])
+    outgoing = _batches([request.nbytes for request in served])
     incoming = _batches([request.nbytes for _, request in own])
     for sends, receives in zip_longest(outgoing, incoming):
         work = None
         if sends is not None:
-            batch = asked[sends.start : sends.stop]
+            batch = served[sends.start : sends.stop]
             sent = torch.zeros(sum(request.nbytes for request in batch), dtype=torch.uint8, device="cpu")
             answer = encode_result(partial(_read_pieces, plan, batch, sent), channel.me)
             # if reading failed, zeros are sent in place of the data, and the error is raised after the exchange
@@ -405,10 +405,10 @@ def _exchange(
     return fault
 
 
-def _read_pieces(plan: LoadPlan, asked: Sequence[PieceRequest], sent: torch.Tensor) -> None:
+def _read_pieces(plan: LoadPlan, served: Sequence[PieceRequest], sent: torch.Tensor) -> None:
     assert isinstance(plan.checkpoint, Checkpoint)
     offset, memory = 0, memory_with(sent)
-    for request in asked:
+    for request in served:
         piece = plan.checkpoint.read_piece(request.name, request.piece, request.region)
         memory[offset : offset + request.nbytes] = piece
         offset += request.nbytes

@@ -47,7 +47,7 @@ class CacheLocation:
     address: str
 
 
-def targets(everyone: Sequence[CacheLocation], rank: int, copies: int) -> list[CacheLocation]:
+def targets(locations: Sequence[CacheLocation], rank: int, copies: int) -> list[CacheLocation]:
     """Returns the caches into which a rank writes, beginning with its own.
 
     Hosts are ordered by their first ranks, and each host replicates to the hosts that follow it. Every host therefore
@@ -61,12 +61,12 @@ def targets(everyone: Sequence[CacheLocation], rank: int, copies: int) -> list[C
     ['a']
     """
     firsts: dict[str, CacheLocation] = {}
-    for location in everyone:
+    for location in locations:
         firsts.setdefault(location.host, location)
     hosts = list(firsts)
-    own = hosts.index(everyone[rank].host)
+    own = hosts.index(locations[rank].host)
     others = [hosts[(own + distance) % len(hosts)] for distance in range(1, min(copies, len(hosts) - 1) + 1)]
-    return [everyone[rank], *(firsts[host] for host in others if firsts[host].address)]
+    return [locations[rank], *(firsts[host] for host in others if firsts[host].address)]
 
 
 @dataclass(frozen=True)

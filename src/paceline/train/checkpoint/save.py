@@ -191,14 +191,14 @@ def _publish_on_each(
     is_published = False
 
     def publish() -> None:
-        parts, values = contributions_from_bytes(decode_result(everyone))
+        parts, values = contributions_from_bytes(decode_result(from_all))
         if disks.is_first:
             here = [file for rank in disks.sharers(disks.rank) for file in parts[rank].files]
             root.publish(plan.draft, parts, values, world_size=first.size, here=here)
 
     try:
         gathered = first.gather(written)
-        everyone = first.broadcast(encode_result(lambda: _join(gathered), first.me) if first.rank == 0 else b"")
+        from_all = first.broadcast(encode_result(lambda: _join(gathered), first.me) if first.rank == 0 else b"")
         mine = encode_result(publish, first.me)
         is_published = is_success(mine)
         answers = second.gather(mine)

@@ -188,7 +188,7 @@ class StatefulLoader(Generic[Sample]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch. A different epoch starts from its beginning; the current epoch keeps its position."""
         if epoch != self.epoch:
-            self._go_to(epoch, 0)
+            self._set_position(epoch, 0)
             self._iteration += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class StatefulLoader(Generic[Sample]):
                 f"{_counted(length)} with shuffle={self.shuffle}; load it into a loader of the same dataset and order"
             )
         self.seed = int(state["seed"])
-        self._go_to(int(state["epoch"]), int(state["position"]))
+        self._set_position(int(state["epoch"]), int(state["position"]))
         self._returned = tuple(state.get("returned", ()))
         if isinstance(self._batches, IndexedBatches) and length is not None:
             self._order_of_epoch(length)  # computed here because ranks of elastic jobs wait for the first batch
@@ -264,7 +264,7 @@ class StatefulLoader(Generic[Sample]):
         except TypeError:  # for example, a torch ChainDataset whose parts have no length
             return None
 
-    def _go_to(self, epoch: int, position: int) -> None:
+    def _set_position(self, epoch: int, position: int) -> None:
         self.epoch = epoch
         self._position = position
         self._returned = ()
@@ -304,7 +304,7 @@ class StatefulLoader(Generic[Sample]):
             yield taken.batch
             if iteration != self._iteration:  # a newer iterator uses the workers now
                 return
-        self._go_to(self.epoch + 1, 0)
+        self._set_position(self.epoch + 1, 0)
 
     def _iterate_assigned(self, iteration: int, assigner: BatchAssigner) -> Iterator[Any]:
         slot: RankSlot | None = None
@@ -316,7 +316,7 @@ class StatefulLoader(Generic[Sample]):
                 batches = self._read(sharding_for(slot, self.batch_size, self.remainder))
             taken = next(batches, None)
             if taken is None:
-                self._go_to(self.epoch + 1, 0)
+                self._set_position(self.epoch + 1, 0)
                 return
             self._step = EpochStep(taken.before, slot.ranks, taken.used)
             self._use(taken)

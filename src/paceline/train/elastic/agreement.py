@@ -59,7 +59,7 @@ class BatchAssignments:
         self.latest = NO_BATCH_ASSIGNMENT
         self._reported: tuple[str, ...] = ()  # the members of the latest batch that this member has begun
 
-    def learn(self, others: Iterable[BatchAssignment], *, is_new: bool) -> None:
+    def merge(self, others: Iterable[BatchAssignment], *, is_new: bool) -> None:
         """Merges the latest assignments of the view's members.
 
         A new member is treated as if it had been present for the latest batch: its next `begin` reports only later
@@ -75,7 +75,7 @@ class BatchAssignments:
         >>> early, late = BatchAssignments(), BatchAssignments()
         >>> early.begin(0, ("a", "b", "c"))
         ViewChange(workers=3, came=('a', 'b', 'c'), went=())
-        >>> late.learn([early.latest], is_new=False)
+        >>> late.merge([early.latest], is_new=False)
         >>> late.begin(0, ("a", "b")) == ViewChange(3, ("a", "b", "c"), ())
         True
         """

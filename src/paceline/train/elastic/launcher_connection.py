@@ -20,7 +20,7 @@ from paceline.train.elastic.protocol import ExitRequest, FromWorker, StateTransf
 
 FD_VARIABLE = "PACELINE_ELASTIC_FD"
 NAME_VARIABLE = "PACELINE_WORKER"
-_SAY_AFTER_S = 1.0  # minimum duration of a wait that is reported
+_REPORT_AFTER_S = 1.0  # minimum duration of a wait that is reported
 _REMEMBERED = 4  # number of views, and number of offers, that are kept
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class LauncherConnection:
         self.name = name
         self._socket = connection
         self._changed = threading.Condition()
-        self.heard = 0  # the highest view or transfer number received; 0 if none
+        self.latest_received = 0  # the highest view or transfer number received; 0 if none
         self._views: dict[int, View] = {}
         self._transfers: dict[int, StateTransfer] = {}
         self._latest_transfer = 0
@@ -124,9 +124,9 @@ class LauncherConnection:
             later = [number for number, view in self._views.items() if number > after and accepts(view)]
             return [self._views[max(later)]] if later else []
 
-        return self.await_news(found)
+        return self.await_message(found)
 
-    def await_news(self, found: Callable[[], Sequence[T]]) -> T:
+    def await_message(self, found: Callable[[], Sequence[T]]) -> T:
         """Waits until `found` returns a non-empty sequence, and returns its first item.
 
         `found` is called at the beginning, after each message and at regular intervals. Raises LauncherLostError if the
@@ -135,15 +135,15 @@ class LauncherConnection:
         printed, began_s = "", time.monotonic()
         with self._changed:
             while True:
-                if news := found():
-                    return news[0]
+                if messages := found():
+                    return messages[0]
                 if self._is_lost:
                     raise LauncherLostError(f"{self}: its launcher has ended")
                 waited_s = time.monotonic() - began_s
-                if self._reason != printed and waited_s >= _SAY_AFTER_S:
+                if self._reason != printed and waited_s >= _REPORT_AFTER_S:
                     printed = self._reason
                     sys.stderr.write(f"paceline: worker {self.name} waits: {printed}\n")
-                self._changed.wait(_SAY_AFTER_S)
+                self._changed.wait(_REPORT_AFTER_S)
 
     def _listen(self) -> None:
         while True:
@@ -168,10 +168,10 @@ class LauncherConnection:
                 if self._on_view is not None:
                     self._on_view(message)
                 # set last, after the handler has begun to form the view's group
-                self.heard = max(self.heard, message.generation)
+                self.latest_received = max(self.latest_received, message.generation)
             case StateTransfer() if message.number > self._latest_transfer:
                 self._latest_transfer = message.number
-                self.heard = max(self.heard, message.number)
+                self.latest_received = max(self.latest_received, message.number)
                 if self.name in message.senders:
                     self._transfers[message.number] = message
             case TransferOffer():

@@ -34,7 +34,9 @@ class WorkerReady(_WorkerMessage, frozen=True):
     """The worker has built its model and requests to join. It has no state that others could copy."""
 
     fingerprint: str  # identical on all workers whose results are bitwise equal
-    learns: bool = False  # whether it can catch up during training; if not, the members pause while it gets the state
+    can_catch_up: bool = (
+        False  # whether it can catch up during training; if not, the members pause while it gets the state
+    )
     after: int = 0  # the last transfer offered to the worker; this transfer and all earlier ones have failed
 
 
@@ -204,7 +206,7 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str
     slots: int  # the number of workers that the launcher keeps running
     first_slot: int  # the number of the launcher's first slot in the job
-    knowledge: ReplicatedJobState
+    job_state: ReplicatedJobState
     workers: tuple[WorkerReport, ...] = ()
     ended: tuple[tuple[str, str, int], ...] = ()  # for each exited worker: its name, the cause, and its exit code
     finished: tuple[str, ...] = ()  # the names of the workers that have completed their training loop
@@ -294,7 +296,7 @@ class ReplicateOrder(_Order, frozen=True):
     """
 
     machine: str
-    knowledge: ReplicatedJobState
+    job_state: ReplicatedJobState
 
 
 class StartOrder(_Order, frozen=True):

@@ -263,12 +263,12 @@ class StageTransport:
         return work
 
     def _irecv(self, message: StageMessage, form: tuple[TensorForm, ...]) -> tuple[Value, list[Work]]:
-        value = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in form)
+        value = tuple(torch.empty(item.shape, dtype=item.dtype, device=self._device) for item in form)
         works = [
             self._group.recv(tensor, message.source, self._tag(message, i), True)
             for i, tensor in enumerate(value, start=1)
         ]
-        return tuple(t.requires_grad_(each.needs_grad) for t, each in zip(value, form, strict=True)), works
+        return tuple(t.requires_grad_(item.needs_grad) for t, item in zip(value, form, strict=True)), works
 
     def _tag(self, message: StageMessage, part: int) -> int:
         content = list(MessageContent).index(message.content)
@@ -277,16 +277,16 @@ class StageTransport:
 
 
 def _header(message: StageMessage, form: tuple[TensorForm, ...]) -> torch.Tensor:
-    dimensions = max((len(each.shape) for each in form), default=0)
+    dimensions = max((len(item.shape) for item in form), default=0)
     if len(form) > _MOST_TENSORS or dimensions > _MOST_DIMENSIONS:
         raise ValueError(
             f"pipeline: {message}, is {len(form)} tensors with up to {dimensions} dimensions; at most {_MOST_TENSORS} "
             f"tensors of {_MOST_DIMENSIONS} dimensions can pass between stages"
         )
     numbers = [len(form)]
-    for each in form:
-        padding = [0] * (_MOST_DIMENSIONS - len(each.shape))
-        numbers += [DTYPE_CODES[each.dtype], int(each.needs_grad), len(each.shape), *each.shape, *padding]
+    for item in form:
+        padding = [0] * (_MOST_DIMENSIONS - len(item.shape))
+        numbers += [DTYPE_CODES[item.dtype], int(item.needs_grad), len(item.shape), *item.shape, *padding]
     return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device="cpu")
 
 
@@ -296,7 +296,7 @@ def _form(numbers: list[int]) -> tuple[TensorForm, ...]:
 
 
 def _form_text(form: tuple[TensorForm, ...]) -> str:
-    return ", ".join(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in form)
+    return ", ".join(f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}" for item in form)
 
 
 class Execution:

@@ -48,10 +48,10 @@ def agreed_rows(
     no loss is computed. If any are missing, or their sizes do not match, all ranks raise ValueError.
     """
     mine = torch.tensor([_rows_of_batch(inputs), _rows_of_batch(targets)], device="cpu")
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    group.all_gather(everyone, mine)
+    from_all = [torch.empty_like(mine) for _ in range(group.size())]
+    group.all_gather(from_all, mine)
     first, last = plan.ranks_of_stages[0], plan.ranks_of_stages[-1]
-    rows, wanted = int(everyone[first][0]), int(everyone[last][1])
+    rows, wanted = int(from_all[first][0]), int(from_all[last][1])
     for name, rank, seen in (("inputs", first, rows), ("targets", last, wanted)):
         who = f"{group.me}: pipeline: the {name} on rank {group.ranks[rank]}, which has the {_STAGE_OF[name]} stage,"
         if seen == _MISSING:

@@ -49,8 +49,8 @@ def groups_by_host(group: ProcessGroup) -> HostGroups:
             f"{group.me}: the group's backend is {group.backend!r}, which does not provide shared memory; a "
             "SharedModelOptimizer needs the engine 'paceline'"
         )
-    everyone = {tuple(json.loads(data)) for data in group.all_gather_bytes(json.dumps(ranks.here).encode())}
-    hosts = list(map(list, sorted(everyone)))
+    from_all = {tuple(json.loads(data)) for data in group.all_gather_bytes(json.dumps(ranks.here).encode())}
+    hosts = list(map(list, sorted(from_all)))
     if len(hosts) == 1:
         return HostGroups(group, group, None, ranks, True)
     sizes = list(map(len, hosts))
@@ -212,8 +212,8 @@ class GradientExchange:
 
     def first_active(self, has_inputs: bool) -> int:
         """Returns the first rank that has inputs; every rank must call this method."""
-        everyone = self._groups.whole.all_gather_bytes(bytes([has_inputs]))
-        return everyone.index(bytes([True]))
+        from_all = self._groups.whole.all_gather_bytes(bytes([has_inputs]))
+        return from_all.index(bytes([True]))
 
     def _reduce_scatter(self, ready: ReadyRound, update: _core.Update | None, stores: bool) -> None:
         zeros = self._zeros.data_ptr()
@@ -267,8 +267,8 @@ class GradientExchange:
 
     def _raise_changed(self, changed: str | None) -> None:
         group = self._groups.whole
-        everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps(changed).encode())]
-        changes = [f"rank {rank} {change}" for rank, change in zip(group.ranks, everyone, strict=True) if change]
+        from_all = [json.loads(data) for data in group.all_gather_bytes(json.dumps(changed).encode())]
+        changes = [f"rank {rank} {change}" for rank, change in zip(group.ranks, from_all, strict=True) if change]
         raise RuntimeError(
             f"{group.me}: since the last step, {and_more(changes, 4)}. The ranks of a host share the parameters, so "
             "whatever one writes to them the others read, even in the middle of a forward. Write to them, or load "

@@ -33,7 +33,7 @@ def pictured(training: Training, seconds: float = 20.0, looks: int = 4) -> Dashb
 def test_the_header_is_one_sentence_with_the_time_left():
     header = pictured(Training(4, restarts=1)).header
     assert header.sentence == f"training, step {header.step:,} of 5,000, 4 of 4 ranks, 1 restart, about 7 min left"
-    assert header.mood == "good"
+    assert header.health == "good"
     assert header.left_s == pytest.approx((5000 - header.step) * 0.093, rel=0.05)
 
 
@@ -58,7 +58,7 @@ def test_the_parts_of_a_step_add_up_to_it():
 
 def test_a_stuck_job_says_so_and_blames_the_rank():
     picture = pictured(Training(4, hangs=(3, 100)), seconds=30)
-    assert picture.header.mood == "bad"
+    assert picture.header.health == "bad"
     assert picture.header.sentence.startswith("stuck for ")
     assert picture.header.left_s is None
     assert [row.rank for row in picture.ranks if row.is_blamed] == [3]
@@ -66,18 +66,18 @@ def test_a_stuck_job_says_so_and_blames_the_rank():
 
 
 def test_during_a_hang_the_page_shows_owed_calls():
-    header, seat = CallSignature("all_reduce", "float32", 5), GroupMembership
+    header, membership = CallSignature("all_reduce", "float32", 5), GroupMembership
     calls = [[(8, 0.0, 1.0), (9, 1.0, None)], [(8, 0.0, 1.0)], [(8, 0.0, 1.0), (9, 2.0, None)], []]
     states = [
         RankState(
             rank,
-            seats={"g": seat(rank, 4)},
+            memberships={"g": membership(rank, 4)},
             calls=tuple(RankCall("g", number, header, begin_s, end_s) for number, begin_s, end_s in own),
         )
         for rank, own in enumerate(calls)
     ]
     message = RankCall("g", 3, CallSignature("recv", "int64", 1, peer=0), 5.0)
-    states[3] = RankState(3, seats={"g": seat(3, 4)}, calls=(message,))
+    states[3] = RankState(3, memberships={"g": membership(3, 4)}, calls=(message,))
     ranks = tuple(RankSample(state.rank, pending=state) for state in states)
     board = DashboardAggregator()
     board.take(JobSample(21.0, JobInfo("job", world_size=4), ranks))

@@ -79,7 +79,7 @@ def test_a_hang_shows_its_sentence_and_its_rank_first(opened):
     page = opened(Training(64, hangs=(37, 100)))
     page.wait_for(f"{text_of('verdict')}.includes('rank 37 has not reached this call')", 60)
     assert page.value("document.querySelector('#ranks tbody tr td').textContent") == "37"
-    assert page.value("document.body.className") == "mood-bad"
+    assert page.value("document.body.className") == "health-bad"
 
 
 @pytest.mark.parametrize("ranks", [4, 64])

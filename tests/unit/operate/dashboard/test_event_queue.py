@@ -6,8 +6,8 @@ from paceline.operate.dashboard.event_queue import EventFormatter
 
 
 def texts(*events: tuple[str, dict]) -> list[tuple[str, str, float | None]]:
-    story = EventFormatter()
-    told = [each for at, (event, facts) in enumerate(events) for each in story.tell(event, facts, float(at))]
+    events = EventFormatter()
+    told = [each for at, (event, facts) in enumerate(events) for each in events.format(event, facts, float(at))]
     return [(each.kind, each.text, each.cost_s) for each in told]
 
 

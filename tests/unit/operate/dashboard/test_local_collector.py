@@ -7,7 +7,7 @@ import time
 
 from recording_writer import Writer, writer
 
-from paceline.operate.dashboard.event_queue import EventQueue, WorkerGone, WorkerRunning
+from paceline.operate.dashboard.event_queue import EventQueue, WorkerEnded, WorkerRunning
 from paceline.operate.dashboard.job_sample import JobEvent, JobInfo, Line, RankActivity, StallNotice
 from paceline.operate.dashboard.local_collector import LocalCollector
 
@@ -32,7 +32,7 @@ def test_a_lookout_sees_workers_and_what_is_noted(writer):
         assert sample.facts.total_steps == 50
         assert [line.text for line in sample.lines] == ["hello"] and len(sample.events) == 1
         notes.leave(StallNotice("rank 1 is stuck", (1,)))
-        notes.leave(WorkerGone(1, writer.process.pid, "killed by SIGKILL"))
+        notes.leave(WorkerEnded(1, writer.process.pid, "killed by SIGKILL"))
         sample = lookout.look()
         assert sample.verdict is not None and sample.lines == ()
         assert (sample.ranks[1].state, sample.ranks[1].doing) == (RankActivity.DEAD, "killed by SIGKILL")
@@ -47,10 +47,10 @@ def test_an_incomplete_script_makes_a_worker_dead(writer):
     lookout = LocalCollector(notes, JobInfo("job", world_size=1))
     notes.leave_worker(1, writer.process.pid, "node0", writer.fd)
     writer.do("step(1)")
-    notes.leave(WorkerGone(1, writer.process.pid, None))
+    notes.leave(WorkerEnded(1, writer.process.pid, None))
     (rank,) = lookout.look().ranks
     assert (rank.state, rank.doing) == (RankActivity.DEAD, "has ended without completing its script")
-    notes.leave(WorkerGone(1, writer.process.pid, ""))
+    notes.leave(WorkerEnded(1, writer.process.pid, ""))
     (rank,) = lookout.look().ranks
     assert (rank.state, rank.doing) == (RankActivity.ENDED, "")
     lookout.close()

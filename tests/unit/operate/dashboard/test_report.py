@@ -130,7 +130,7 @@ def test_the_report_puts_several_hosts_on_one_clock(tmp_path):
         assert shown.timeline is not None
         first, second = (lane.phases for lane in shown.timeline.lanes)
         assert first == second and shown.timeline.span < 60_000
-    assert [event.text for event in aggregate_directories([tmp_path / "h0", tmp_path / "h1"]).state().story.items] == [
+    assert [event.text for event in aggregate_directories([tmp_path / "h0", tmp_path / "h1"]).state().events.items] == [
         "the job has ended"
     ]
     (tmp_path / "h1" / "job.json").unlink()

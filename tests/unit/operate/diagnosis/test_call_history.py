@@ -40,7 +40,7 @@ def test_a_call_that_followed_the_same_call_before_is_expected():
     }
     found = difference(calls)
     assert found is not None
-    assert (found.strays, found.expected, found.is_guess) == ((1,), A, False)
+    assert (found.deviating, found.expected, found.is_guess) == ((1,), A, False)
 
 
 def test_a_call_made_once_before_need_not_be_right():
@@ -50,7 +50,7 @@ def test_a_call_made_once_before_need_not_be_right():
              for rank, last in enumerate((other, C))}  # fmt: skip
     found = difference(calls)
     assert found is not None
-    assert (found.strays, found.is_guess) == ((0, 1), True)
+    assert (found.deviating, found.is_guess) == ((0, 1), True)
 
 
 def steps(*counts: int) -> list[RankCall]:

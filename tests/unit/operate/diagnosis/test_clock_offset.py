@@ -35,9 +35,9 @@ def test_the_true_offset_lies_within_the_error(offset_ns, drift, delays, later_n
 
     estimate, now_ns = OffsetEstimate(), 0
     for pause_ns, there_ns, back_ns in delays:
-        asked_ns = now_ns + pause_ns
-        now_ns = asked_ns + there_ns + back_ns
-        estimate.add(asked_ns, other_clock(asked_ns + there_ns), now_ns)
+        requested_ns = now_ns + pause_ns
+        now_ns = requested_ns + there_ns + back_ns
+        estimate.add(requested_ns, other_clock(requested_ns + there_ns), now_ns)
     now_ns += later_ns
     known = estimate.at(now_ns)
     assert known is not None

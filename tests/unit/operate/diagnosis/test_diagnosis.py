@@ -157,7 +157,7 @@ def test_a_group_whose_formation_waits_for_a_call_is_named():
     first = replace(
         seen.ranks[0],
         calls=(*seen.ranks[0].calls, forming),
-        seats={**seen.ranks[0].seats, "new": GroupMembership(0, 2, "group of ranks [0, 1]", ranks=(0, 1))},
+        memberships={**seen.ranks[0].memberships, "new": GroupMembership(0, 2, "group of ranks [0, 1]", ranks=(0, 1))},
         place=StackLocation("init.new_group", "train.py:9", is_call=True),
     )
     verdict = diagnose(replace(seen, ranks=(first, seen.ranks[1])))

@@ -212,7 +212,7 @@ def test_a_different_root_is_found_after_the_call_has_ended(size):
         failed = RankCall("0", 4, CallSignature("all_gather"), 5.0, 6.0, "mismatch", line="train.py:21")
         seats = {"0": GroupMembership(number, size, "group default")}
         lines = [replace(call, line="train.py:20") for call in calls]
-        return RankState(number, seats=seats, calls=(*lines, failed), ending=ending)
+        return RankState(number, memberships=seats, calls=(*lines, failed), ending=ending)
 
     verdict = _verdict(JobSnapshot(20.0, tuple(map(rank, range(size)))))
     assert verdict.blamed == (size - 1,), verdict.sentence
@@ -289,8 +289,8 @@ def test_an_exception_that_led_to_another_call_is_told():
 
 def test_a_rank_that_destroyed_the_group_is_told_as_such():
     seen = play(_loops(2), stopped=(1, 4), like=RankState(1, place=StackLocation("", "train.py:9"), process=IDLE))
-    ((group, seat),) = seen.ranks[1].seats.items()
-    destroyed = replace(seen.ranks[1], seats={group: replace(seat, is_closed=True)})
+    ((group, membership),) = seen.ranks[1].memberships.items()
+    destroyed = replace(seen.ranks[1], memberships={group: replace(membership, is_closed=True)})
     told = _verdict(replace(seen, ranks=(seen.ranks[0], destroyed))).sentence
     assert "rank 1 has not reached this call: it has destroyed the group and is at train.py:9" in told
     told = _verdict(replace(seen, ranks=(seen.ranks[0], replace(destroyed, place=None, process=None)))).sentence
@@ -300,12 +300,12 @@ def test_a_rank_that_destroyed_the_group_is_told_as_such():
 def test_a_rank_that_the_others_await_in_init_is_told():
     forming = RankCall("init", 0, CallSignature("new_group"), 5.0, line="train.py:9")
     seats = {"init": GroupMembership(0, 2, "group default", ranks=(0, 1))}
-    waits = RankState(0, seats=seats, calls=(forming,), place=StackLocation("init", "train.py:9", is_call=True))
+    waits = RankState(0, memberships=seats, calls=(forming,), place=StackLocation("init", "train.py:9", is_call=True))
     absent = RankState(1, place=StackLocation("", "train.py:6"), process=IDLE)
     verdict = _verdict(JobSnapshot(20.0, (waits, absent)))
     assert verdict.blamed == (1,)
     assert verdict.sentence.startswith("rank 0 waits in init_process_group() (train.py:9); rank 1 has not reached this")
-    named = replace(waits, seats={"init": GroupMembership(0, 2, "group of ranks [0, 1]", ranks=(0, 1))})
+    named = replace(waits, memberships={"init": GroupMembership(0, 2, "group of ranks [0, 1]", ranks=(0, 1))})
     told = _verdict(JobSnapshot(20.0, (named, absent))).sentence
     assert told.startswith("rank 0 waits in new_group() of the group of ranks [0, 1] (train.py:9); rank 1 has")
 
@@ -338,9 +338,9 @@ def test_a_failure_without_a_line_has_that_of_its_last_call():
 
 def _forming(number: int, group: str, ranks: tuple[int, ...]) -> RankState:
     call = RankCall(group, 0, CallSignature("new_group"), 5.0, line="train.py:9")
-    seat = GroupMembership(ranks.index(number), len(ranks), f"group {group}", ranks=ranks)
+    membership = GroupMembership(ranks.index(number), len(ranks), f"group {group}", ranks=ranks)
     place = StackLocation("new_group", "train.py:9", is_call=True)
-    return RankState(number, seats={group: seat}, calls=(call,), place=place)
+    return RankState(number, memberships={group: membership}, calls=(call,), place=place)
 
 
 def test_groups_created_in_different_orders_are_told_as_such():
@@ -352,12 +352,14 @@ def test_groups_created_in_different_orders_are_told_as_such():
 
 
 def test_a_rank_that_has_not_opened_the_group_yet_is_no_stranger():
-    seat = GroupMembership(0, 2, "group default", has_job_ranks=True)
-    waiting = RankState(0, seats={"0": seat}, calls=(RankCall("0", 1, CallSignature("barrier"), 5.0),))
+    membership = GroupMembership(0, 2, "group default", has_job_ranks=True)
+    waiting = RankState(0, memberships={"0": membership}, calls=(RankCall("0", 1, CallSignature("barrier"), 5.0),))
     place = StackLocation("init.init_process_group", "train.py:9")
     told = _verdict(JobSnapshot(20.0, (waiting, RankState(1, place=place)))).sentence
     assert "rank 1 has not reached this call: it is in init.init_process_group (train.py:9)" in told
-    told = _verdict(JobSnapshot(20.0, (replace(waiting, seats={"0": replace(seat, has_job_ranks=False)}),))).sentence
+    told = _verdict(
+        JobSnapshot(20.0, (replace(waiting, memberships={"0": replace(membership, has_job_ranks=False)}),))
+    ).sentence
     assert "rank 1 did not reach this call and left no recording" in told
 
 
@@ -385,9 +387,11 @@ def test_a_rank_whose_script_has_ended_has_ended():
     assert "rank 0 has ended" in verdict.sentence and "()" not in verdict.sentence
 
 
-def _initializing(number: int, seat: GroupMembership, key: str = "g") -> RankState:
+def _initializing(number: int, membership: GroupMembership, key: str = "g") -> RankState:
     call = RankCall(key, 0, CallSignature("new_group"), 5.0, line="train.py:6")
-    return RankState(number, seats={key: seat}, calls=(call,), place=StackLocation("", "train.py:6", is_call=True))
+    return RankState(
+        number, memberships={key: membership}, calls=(call,), place=StackLocation("", "train.py:6", is_call=True)
+    )
 
 
 def test_different_world_sizes_are_told():
@@ -438,8 +442,8 @@ def test_a_rank_that_makes_other_calls_is_not_accused():
     barrier = RankCall("late", 1, CallSignature("barrier"), waits_since_s, line="train.py:16")
     trained = RankCall("pair", 40, _SUM, seen.now_s - 0.4, seen.now_s - 0.3, "ok")
     seats = {"late": GroupMembership(0, 2), "pair": GroupMembership(0, 2)}
-    busy = replace(seen.ranks[0], seats=seats, calls=(trained,), since_s=seen.now_s - 0.3)
-    waiter = replace(seen.ranks[1], seats={"late": GroupMembership(1, 2)}, calls=(barrier,), ending=None)
+    busy = replace(seen.ranks[0], memberships=seats, calls=(trained,), since_s=seen.now_s - 0.3)
+    waiter = replace(seen.ranks[1], memberships={"late": GroupMembership(1, 2)}, calls=(barrier,), ending=None)
     verdict = _verdict(replace(seen, ranks=(busy, waiter)))
     assert (verdict.cause, verdict.blamed, verdict.is_fault) == (Cause.BUSY, (0,), False)
     assert "it is at train.py:15 and is making other calls, most recently all_reduce(float32, 4096) call 40" in (

@@ -63,9 +63,9 @@ def test_the_latest_calls_and_the_open_ones_are_there(recording):
 def test_a_rank_is_told_by_what_it_recorded(recording):
     fd, is_open = recording
     rank = rank_state_of(read_latest(fd), 5)
-    (group,) = rank.seats
-    seat = rank.seats[group]
-    assert (rank.rank, seat.number, seat.size, seat.name) == (5, 1, 2, "group mine")
+    (group,) = rank.memberships
+    membership = rank.memberships[group]
+    assert (rank.rank, membership.number, membership.size, membership.name) == (5, 1, 2, "group mine")
     assert [str(call) for call in rank.calls if call.is_open] == ["all_reduce(float32, 1000) call 1"] * is_open
     assert rank.calls[-1].sequence == 2999
 

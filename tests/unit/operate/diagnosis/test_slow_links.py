@@ -79,8 +79,8 @@ def test_a_slow_network_names_the_slow_link():
 
 def test_a_call_that_does_not_end_names_the_silent_link():
     def waits(rank: RankState) -> RankState:
-        call = RankCall("g", 7, SUM, -20.0, come_s=-20.0)
-        return replace(rank, calls=(call,), seats={"g": GroupMembership(rank.rank, 3)}, since_s=-20.0)
+        call = RankCall("g", 7, SUM, -20.0, all_arrived_s=-20.0)
+        return replace(rank, calls=(call,), memberships={"g": GroupMembership(rank.rank, 3)}, since_s=-20.0)
 
     ranks = [waits(rank) for rank in ring([900, 900, 1000])]
     ranks[1] = replace(ranks[1], links=(replace(ranks[1].links[0], silent_s=14.2),))
@@ -94,7 +94,7 @@ def test_a_call_to_which_the_last_has_just_come_may_have_ended():
 
     def waits(rank: int, arrived_s: float, ended_s: float | None) -> RankState:
         call = RankCall("g", 7, SUM, arrived_s, ended_s, "ok" if ended_s is not None else "")
-        return RankState(rank, f"h{rank // 2}", calls=(call,), seats={"g": GroupMembership(rank, 4)})
+        return RankState(rank, f"h{rank // 2}", calls=(call,), memberships={"g": GroupMembership(rank, 4)})
 
     def scene(last_s: float) -> JobSnapshot:
         return JobSnapshot(0.0, (waits(0, last_s, last_s + 0.1), *(waits(rank, -28.0, None) for rank in (1, 2, 3))))

@@ -11,7 +11,7 @@ from paceline.operate.dashboard.job_sample import JobEvent, JobInfo, JobSample, 
 from paceline.operate.dashboard.local_collector import LocalCollector
 from paceline.operate.launch.job_dashboard import decode_update, encode_update
 from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay
-from paceline.operate.launch.multinode.protocol import AskStacks, DashboardUpdate, DashboardWatched, JoinJob
+from paceline.operate.launch.multinode.protocol import DashboardUpdate, DashboardWatched, JoinJob, StacksRequest
 from paceline.operate.launch.multinode.protocol import decode as decode_message
 from paceline.operate.launch.multinode.protocol import encode as encode_message
 from paceline.train.elastic.protocol import NotifyOrder
@@ -46,13 +46,13 @@ def test_others_are_asked_only_while_somebody_looks():
     assert viewing.reported("a", DashboardWatched(True), 1.0) == [("b", DashboardWatched(True))]
     assert viewing.reported("c", join(False), 2.0) == [("c", NotifyOrder("here")), ("c", DashboardWatched(True))]
     assert viewing.reported("b", DashboardUpdate("x"), 3.0) == [("a", DashboardUpdate("x"))]
-    assert viewing.reported("a", AskStacks(), 3.0) == [("b", AskStacks()), ("c", AskStacks())]
+    assert viewing.reported("a", StacksRequest(), 3.0) == [("b", StacksRequest()), ("c", StacksRequest())]
     viewing.lost("b", "gone", 4.0)
     assert viewing.reported("a", DashboardWatched(False), 5.0) == [("c", DashboardWatched(False))]
     assert viewing.reported("d", join(False), 6.0) == [("d", NotifyOrder("here"))]
 
 
-@pytest.mark.parametrize("message", [DashboardWatched(True), AskStacks(), DashboardUpdate('[{"rank": 1}]')])
+@pytest.mark.parametrize("message", [DashboardWatched(True), StacksRequest(), DashboardUpdate('[{"rank": 1}]')])
 def test_the_messages_travel(message):
     assert decode_message(encode_message(message)[4:]) == message
 

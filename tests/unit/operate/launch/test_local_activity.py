@@ -88,5 +88,5 @@ def test_the_calls_of_another_machine_are_on_the_pages_clock():
     state = RankState(2, "node1", 5, {"g": GroupMembership(2, 4)}, (call,))
     sample = JobSample(9.0, JobInfo(""), (RankSample(2, pending=state),))
     (rank,) = decode_update(encode_update(sample, 100.0)).ranks
-    assert rank.pending is not None and rank.pending.seats == state.seats
+    assert rank.pending is not None and rank.pending.memberships == state.memberships
     assert [each.arrived_s for each in rank.pending.calls] == [103.0]

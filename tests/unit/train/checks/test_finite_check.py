@@ -70,45 +70,45 @@ def test_norms_of_a_device_tell_which_tensors_are_odd():
 
 
 def test_odd_gradients_are_told_once_they_are_applied():
-    story = NonFiniteHistory()
-    assert story.not_finite(finding(3)) is None
-    told = story.applied()
+    history = NonFiniteHistory()
+    assert history.not_finite(finding(3)) is None
+    told = history.applied()
     assert told is not None
     assert told.step == 3
-    assert story.has_warned
-    assert story.not_finite(finding(4)) is None
-    assert story.applied() is None
-    story.finite(average_is_finite=True)
-    assert story.not_finite(finding(6)) is None
-    assert story.applied() == finding(6)
+    assert history.has_warned
+    assert history.not_finite(finding(4)) is None
+    assert history.applied() is None
+    history.finite(average_is_finite=True)
+    assert history.not_finite(finding(6)) is None
+    assert history.applied() == finding(6)
 
 
 def test_odd_gradients_that_nobody_applies_are_forgotten():
-    story = NonFiniteHistory()
-    story.not_finite(finding(1))
-    story.not_finite(finding(2))
-    story.finite(average_is_finite=True)
-    assert story.applied() is None
+    history = NonFiniteHistory()
+    history.not_finite(finding(1))
+    history.not_finite(finding(2))
+    history.finite(average_is_finite=True)
+    assert history.applied() is None
 
 
 def test_a_rank_is_silent_about_what_an_average_brought():
-    story = NonFiniteHistory()
-    story.finite(average_is_finite=False)
-    assert story.not_finite(finding(2, spoiled=True)) is None
-    assert story.pending is None
+    history = NonFiniteHistory()
+    history.finite(average_is_finite=False)
+    assert history.not_finite(finding(2, spoiled=True)) is None
+    assert history.pending is None
 
 
 def test_parameters_that_something_else_spoiled_are_told():
-    story = NonFiniteHistory()
-    story.finite(average_is_finite=True)
-    assert story.not_finite(finding(2, spoiled=True)) == finding(2, spoiled=True)
-    assert story.not_finite(finding(3, spoiled=True)) is None
+    history = NonFiniteHistory()
+    history.finite(average_is_finite=True)
+    assert history.not_finite(finding(2, spoiled=True)) == finding(2, spoiled=True)
+    assert history.not_finite(finding(3, spoiled=True)) is None
 
 
 def test_gradients_applied_without_an_optimizer_are_told():
-    story = NonFiniteHistory()
-    story.not_finite(finding(1))
-    assert story.not_finite(finding(2, spoiled=True)) == finding(1)
+    history = NonFiniteHistory()
+    history.not_finite(finding(1))
+    assert history.not_finite(finding(2, spoiled=True)) == finding(1)
 
 
 def test_the_message_names_rank_step_and_parameters():

@@ -564,8 +564,8 @@ class RankInterpreter:
             value = self.evaluate(node.values[position])
             values.append(value)
             if position + 1 < len(node.values) and value.truth() is not stops_at:
-                go, stop = (lambda: rest(position + 1)), (lambda: {"next"})
-                self.state.branch(node, value, stop if stops_at else go, go if stops_at else stop)
+                proceed, stop = (lambda: rest(position + 1)), (lambda: {"next"})
+                self.state.branch(node, value, stop if stops_at else proceed, proceed if stops_at else stop)
             return {"next"}
 
         rest(0)

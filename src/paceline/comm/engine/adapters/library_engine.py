@@ -200,35 +200,37 @@ class FailureDiagnosis:
         self._store = store
         self._keys = [f"inquiry/{identity}/{rank}" for rank in range(len(members))]
 
-    def diagnose(self, history: Sequence[HeaderFields], said: str, waited_ns: int) -> CallFailure:
+    def diagnose(self, history: Sequence[HeaderFields], detail: str, waited_ns: int) -> CallFailure:
         """Returns the reason why the latest call failed, as far as it can be determined.
 
         Args:
             history: this rank's latest calls; the last one is the call that failed.
-            said: the library's message, or "" if the call timed out.
+            detail: the library's message, or "" if the call timed out.
             waited_ns: the time spent waiting in the call, in nanoseconds.
         """
         waits = _WaitChain(self._store, self.members[self.rank].rank)
-        awaited = {rank: key for rank, key in enumerate(self._keys) if rank != self.rank and not said}
+        awaited = {rank: key for rank, key in enumerate(self._keys) if rank != self.rank and not detail}
         with waits.published(self._by_member(awaited)):
-            return self._diagnose(history, said, waited_ns, waits)
+            return self._diagnose(history, detail, waited_ns, waits)
 
-    def _diagnose(self, history: Sequence[HeaderFields], said: str, waited_ns: int, waits: _WaitChain) -> CallFailure:
-        answers, is_store_there = self._ask(history, waits)
+    def _diagnose(self, history: Sequence[HeaderFields], detail: str, waited_ns: int, waits: _WaitChain) -> CallFailure:
+        answers, is_store_there = self._request(history, waits)
         silent = [rank for rank in range(len(self.members)) if rank not in answers]
-        lost = self._lost(silent, [rank for rank, answer in answers.items() if answer == _LEFT], said, is_store_there)
+        lost = self._lost(silent, [rank for rank, answer in answers.items() if answer == _LEFT], detail, is_store_there)
         if lost is not None:
             return lost
         if calls := _first_difference([_calls(answers.get(rank)) for rank in range(len(self.members))]):
-            return CallFailure(OutcomeCode.MISMATCH, said, reporter=self.rank, calls=calls, algorithms=[0] * len(calls))
-        if not said:
+            return CallFailure(
+                OutcomeCode.MISMATCH, detail, reporter=self.rank, calls=calls, algorithms=[0] * len(calls)
+            )
+        if not detail:
             return self._timed_out(silent if is_store_there else (), waited_ns, waits, patience_s=0.0)
         if silent:
-            seen = f"did not answer for {_PATIENCE_S:g} s, after the library reported {said!r}"
-            return CallFailure(OutcomeCode.PEER_LOST, said, gone=silent, seen=seen)
-        return CallFailure(OutcomeCode.REFUSED, said)
+            seen = f"did not answer for {_PATIENCE_S:g} s, after the library reported {detail!r}"
+            return CallFailure(OutcomeCode.PEER_LOST, detail, gone=silent, seen=seen)
+        return CallFailure(OutcomeCode.REFUSED, detail)
 
-    def about_message(self, peer: int, said: str, waited_ns: int) -> CallFailure:
+    def about_message(self, peer: int, detail: str, waited_ns: int) -> CallFailure:
         """Returns the reason why a message to or from `peer` (-1: from any rank) failed; see also `diagnose`."""
         others = [rank for rank in range(len(self.members)) if rank != self.rank] if peer < 0 else [peer]
         try:
@@ -236,11 +238,11 @@ class FailureDiagnosis:
             is_store_there = True
         except StoreError:
             left, is_store_there = [], False
-        lost = self._lost([rank for rank in others if rank not in left], left, said, is_store_there)
+        lost = self._lost([rank for rank in others if rank not in left], left, detail, is_store_there)
         if lost is not None:
             return lost
-        if said:
-            return CallFailure(OutcomeCode.REFUSED, said)
+        if detail:
+            return CallFailure(OutcomeCode.REFUSED, detail)
         waits = _WaitChain(self._store, self.members[self.rank].rank)
         with waits.published(self._by_member(dict.fromkeys(others, ""))):
             return self._timed_out(others, waited_ns, waits, _MESSAGE_PATIENCE_S)
@@ -271,7 +273,9 @@ class FailureDiagnosis:
         with contextlib.suppress(StoreError):
             self._store.set(self._keys[self.rank], _LEFT)
 
-    def _lost(self, silent: Sequence[int], left: Sequence[int], said: str, is_store_there: bool) -> CallFailure | None:
+    def _lost(
+        self, silent: Sequence[int], left: Sequence[int], detail: str, is_store_there: bool
+    ) -> CallFailure | None:
         """Returns the failure if any rank is lost, otherwise None.
 
         If any rank died, the failure contains only the dead ranks, because all other lost ranks left as a consequence.
@@ -280,11 +284,11 @@ class FailureDiagnosis:
         fates = {rank: exit_of(store, self.members[rank]) for rank in silent}
         died = [rank for rank, fate in fates.items() if fate is MemberExit.DIED]
         if died:
-            return CallFailure(OutcomeCode.PEER_LOST, said, gone=died, seen="" if is_store_there else _ENDED)
+            return CallFailure(OutcomeCode.PEER_LOST, detail, gone=died, seen="" if is_store_there else _ENDED)
         left = sorted({*left, *(rank for rank, fate in fates.items() if fate is MemberExit.LEFT)})
-        return CallFailure(OutcomeCode.PEER_LOST, said, gone=left, left=left) if left else None
+        return CallFailure(OutcomeCode.PEER_LOST, detail, gone=left, left=left) if left else None
 
-    def _ask(self, history: Sequence[HeaderFields], waits: _WaitChain) -> tuple[dict[int, str], bool]:
+    def _request(self, history: Sequence[HeaderFields], waits: _WaitChain) -> tuple[dict[int, str], bool]:
         """Returns the answers from all ranks, including this one, and whether the store is still available.
 
         Waits, for at most `_PATIENCE_S`, until every rank has answered or is known to have exited.

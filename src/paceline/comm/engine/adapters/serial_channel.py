@@ -274,6 +274,8 @@ class SerialChannel(HasRecorder, EngineChannel, ABC):
         if isinstance(error, CallEnded):
             self._broken = error.outcome
             return error.outcome
-        said = "" if isinstance(error, CallTimeout) else f"{error}" if isinstance(error, LibraryError) else f"{error!r}"
-        self._broken = self._diagnosis.diagnose(self._history, said, time.monotonic_ns() - started_ns)
+        detail = (
+            "" if isinstance(error, CallTimeout) else f"{error}" if isinstance(error, LibraryError) else f"{error!r}"
+        )
+        self._broken = self._diagnosis.diagnose(self._history, detail, time.monotonic_ns() - started_ns)
         return self._broken

@@ -98,8 +98,8 @@ class MpiMessages(HasRecorder):
                 complete(request, self._lock, started_ns + timeout_ns, status)
             except (CallTimeout, LibraryError) as error:
                 self._give_up(request)
-                said = "" if isinstance(error, CallTimeout) else str(error)
-                return peer, self._diagnosis.about_message(peer, said, time.monotonic_ns() - started_ns)
+                detail = "" if isinstance(error, CallTimeout) else str(error)
+                return peer, self._diagnosis.about_message(peer, detail, time.monotonic_ns() - started_ns)
             return end(memory, status, peer)
 
         return WaitedMessage(finish, recorded, background)
@@ -281,7 +281,11 @@ class MpiChannel(SerialChannel):
         outputs = FlatBuffer(call.outputs)
         inputs = _separate(call.inputs, outputs)
         ends = [
-            [self._from_address(buffer.address, buffer.nbytes), [sum(each[1::2]) for each in tensors], self._mpi.BYTE]
+            [
+                self._from_address(buffer.address, buffer.nbytes),
+                [sum(tensor[1::2]) for tensor in tensors],
+                self._mpi.BYTE,
+            ]
             for buffer, tensors in ((inputs, call.inputs), (outputs, call.outputs))
         ]
         self._run(deadline_ns, self._comm.Ialltoallv, *ends)
@@ -482,8 +486,10 @@ class MpiEngine(LibraryEngine):
         mpi = self._mpi
         diagnosis, algorithm = self._gather(ranks, timeout_s, identity, algorithm)
         with self._lock:
-            everyone = mpi.COMM_WORLD.Get_group()
-            comm = mpi.COMM_WORLD.Create_group(everyone.Incl(list(ranks)), zlib.crc32(str(identity).encode()) % _TAGS)
+            world_group = mpi.COMM_WORLD.Get_group()
+            comm = mpi.COMM_WORLD.Create_group(
+                world_group.Incl(list(ranks)), zlib.crc32(str(identity).encode()) % _TAGS
+            )
             messages = comm.Dup()
         for communicator in (comm, messages):
             communicator.Set_errhandler(mpi.ERRORS_RETURN)

@@ -239,7 +239,7 @@ def _receive(formation: Formation, topology: Topology, names: Mapping[int, str],
     except (OSError, HandshakeUnfinishedError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             raise
-        formation.await_news()
+        formation.await_progress()
         raise RendezvousError(
             f"{me}: {topology.members[parent_rank]} does not answer at its Unix socket ({error}); look at its output"
         ) from error

@@ -200,7 +200,7 @@ class _Links:
                 self.cleanup.enter_context(connection)
                 self.found[peer, lane] = connection
         except (OSError, HandshakeUnfinishedError) as error:
-            self.formation.await_news()
+            self.formation.await_progress()
             if self._port is not None and peer_failed is None:
                 self.closed.add(host)
                 self._request(peer, str(error))

@@ -75,7 +75,7 @@ class Probe:
         while not message.wait(_LOOK_NS):
             self._formation.look()
         if message.outcome() is not None:
-            self._formation.await_news()
+            self._formation.await_progress()
             raise RendezvousError(
                 f"{self._topology.members[self._topology.rank]}: {self._topology.members[self._peer]} died, left or "
                 "stopped while the speed of the connection to it was measured; look at its output"

@@ -311,8 +311,8 @@ class NativeEngine:
         topology = self._topology
         group_rank = list(ranks).index(topology.rank)
         hosts = topology.hosts_of(ranks)
-        seats = {r: seat for seat, r in enumerate(topology.local_ranks)}
-        mesh_ranks = [seats.get(r, -1) for r in ranks]
+        local_indices = {r: local_index for local_index, r in enumerate(topology.local_ranks)}
+        mesh_ranks = [local_indices.get(r, -1) for r in ranks]
         connections: Connections = [[] for _ in ranks]
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)
@@ -365,7 +365,7 @@ class NativeEngine:
         return self._topology.members[gone[0]] if gone else None
 
     def _not_opened(self, formation: Formation, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:
-        formation.await_news()
+        formation.await_progress()
         return RendezvousTimeoutError(
             f"not every rank of [{and_more(ranks, _MOST_NAMED)}] opened this group within {timeout_s:.0f} s. All "
             "ranks, members or not, call new_group with the same arguments and in the same order"

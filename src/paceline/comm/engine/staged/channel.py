@@ -329,12 +329,12 @@ class StagedChannel(HasRecorder, EngineChannel):
         if event is None:
             return self._failure
         started_ns = time.monotonic_ns()
-        pause_s, asked = _FIRST_PAUSE_S, 0
+        pause_s, polls = _FIRST_PAUSE_S, 0
         while not event.done():
-            asked += 1
+            polls += 1
             if self._failure is not None:
                 return self._failure
-            if asked < _SPINS:
+            if polls < _SPINS:
                 continue
             waited_ns = time.monotonic_ns() - started_ns
             if waited_ns > chunk.work.timeout_ns:
@@ -416,7 +416,7 @@ class StagedChannel(HasRecorder, EngineChannel):
 
     def _give_up(self, error: Exception) -> None:
         """Breaks the channel, including on the other ranks if the inner channel supports it."""
-        self._break(CallFailure(OutcomeCode.REFUSED, said=str(error)))
+        self._break(CallFailure(OutcomeCode.REFUSED, detail=str(error)))
         self.inner.abort()
 
     def _drop(self, chunks: deque[_Chunk]) -> None:

@@ -49,7 +49,7 @@ ConstructGroup = Callable[[TorchStore, int, int], OwnedProcessGroup]
 StartCall = Callable[[TorchGroup], StartedCall]
 """A function that starts a process-group call on the current stream."""
 
-_CLOSED = CallFailure(OutcomeCode.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
+_CLOSED = CallFailure(OutcomeCode.REFUSED, detail="the group was closed meanwhile (destroy_process_group)")
 # How long to wait for a call after a rank has exited. The call can still complete if the rank finished its part first.
 _GRACE_S = 1.0
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
@@ -268,7 +268,7 @@ class CallStream:
         if isinstance(error, AbsentError):
             return self._timed_out(flight.started, error.missing)
         if isinstance(error, SharedGpuError):
-            return CallFailure(OutcomeCode.REFUSED, said=str(error))
+            return CallFailure(OutcomeCode.REFUSED, detail=str(error))
         if (different := self._difference(at_once=True)) is not None:
             return different  # the reason why another rank has aborted its process group
         until = time.monotonic() + _GRACE_S  # a dying rank's connection breaks before its process exits
@@ -276,7 +276,7 @@ class CallStream:
             if gone := self._peers.gone():
                 return CallFailure(OutcomeCode.PEER_LOST, gone=self._group_ranks(gone))
             time.sleep(_POLLING_S)
-        return CallFailure(OutcomeCode.REFUSED, said=f"{_first_line(error)}. {self._settings.advice}")
+        return CallFailure(OutcomeCode.REFUSED, detail=f"{_first_line(error)}. {self._settings.advice}")
 
     def look(self) -> bool:
         """Drops completed calls and breaks the stream if a call cannot complete; returns whether to poll again.
@@ -332,7 +332,7 @@ class CallStream:
         )
         return CallFailure(
             OutcomeCode.REFUSED,
-            said=f"message {calls[0][0]} from {sender} to {receiver} is sent with {sent}, and received with "
+            detail=f"message {calls[0][0]} from {sender} to {receiver} is sent with {sent}, and received with "
             f"{received}. {self._settings.library} has no tags: receive the messages from a rank in the order in which "
             "it sends them",
         )
@@ -358,13 +358,14 @@ class CallStream:
             self._peer_gone_since = now
         if self._peer_gone_since is not None and now - self._peer_gone_since > _GRACE_S:
             return CallFailure(OutcomeCode.PEER_LOST, gone=self._group_ranks(gone))
-        said = None if gone or self._group is None else self._group.error()
-        if said is not None and self._error_since is None:
+        detail = None if gone or self._group is None else self._group.error()
+        if detail is not None and self._error_since is None:
             self._error_since = now  # a dying rank's connection breaks before its process exits
-        if said is not None and self._error_since is not None and now - self._error_since > _GRACE_S:
+        if detail is not None and self._error_since is not None and now - self._error_since > _GRACE_S:
             return self._difference(at_once=True) or CallFailure(
                 OutcomeCode.REFUSED,
-                said=f"while the call was running, {self._settings.library} reported {said}. {self._settings.advice}",
+                detail=f"while the call was running, {self._settings.library} reported {detail}. "
+                f"{self._settings.advice}",
             )
         if now > oldest.deadline:
             return self._timed_out(oldest.started, self._progress.missing(oldest.header))
@@ -381,8 +382,8 @@ class CallStream:
         if not missing:
             return CallFailure(
                 OutcomeCode.REFUSED,
-                said=f"all ranks made this call, but it had not completed after {waited_s:.1f} s: either it needs more "
-                "time than the timeout allows (raise timeout=), or the devices cannot reach each other. "
+                detail=f"all ranks made this call, but it had not completed after {waited_s:.1f} s: either it needs "
+                "more time than the timeout allows (raise timeout=), or the devices cannot reach each other. "
                 f"{self._settings.advice}",
             )
         return CallFailure(
@@ -402,7 +403,7 @@ class CallStream:
             if self.failure is None:
                 self.failure = failure
             # Failures are set before the abort, because the abort also completes the calls on the stream.
-            flights = [*self._flights, *(each for each in (entering, self._entering) if each is not None)]
+            flights = [*self._flights, *(flight for flight in (entering, self._entering) if flight is not None)]
             for flight in flights:
                 if flight.failure is None and not _is_complete(flight):
                     flight.failure = self.failure
@@ -412,7 +413,7 @@ class CallStream:
             self._group.abort()
 
     def _break_on_device(self, error: RuntimeError) -> None:
-        self._break(CallFailure(OutcomeCode.REFUSED, said=_first_line(error)))
+        self._break(CallFailure(OutcomeCode.REFUSED, detail=_first_line(error)))
 
     def _stopped(self) -> bool:
         return self._leaving or self._settings.is_closing()
@@ -448,7 +449,7 @@ class CallStream:
             warnings.warn(
                 f"{self._ranks.members[self._ranks.index]}: destroy_process_group aborted up to {in_flight} incomplete "
                 f"calls on {self.stream.device}, so their tensors are undefined: "
-                f"{self.failure.code.name}{': ' if self.failure.said else ''}{self.failure.said}",
+                f"{self.failure.code.name}{': ' if self.failure.detail else ''}{self.failure.detail}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -188,8 +188,8 @@ class GlooMessages(HasRecorder):
             GlooTransfer(work).wait(started_ns + timeout_ns)
             return None
         except (CallTimeout, LibraryError) as error:
-            said = "" if isinstance(error, CallTimeout) else str(error)
-            return self._diagnosis.about_message(peer, said, time.monotonic_ns() - started_ns)
+            detail = "" if isinstance(error, CallTimeout) else str(error)
+            return self._diagnosis.about_message(peer, detail, time.monotonic_ns() - started_ns)
 
 
 _MOST_NAMED = 8  # maximum number of ranks in an error message

@@ -169,8 +169,8 @@ def exchange_peers(
         AbsentError: not all members published in time.
         SharedGpuError: two members use the same GPU, and PACELINE_NCCL_SHARED_GPU is not set; all members raise it.
     """
-    store.set(f"came/{index}", json.dumps(asdict(mine)))
-    keys = [f"came/{member}" for member in range(len(members))]
+    store.set(f"joined/{index}", json.dumps(asdict(mine)))
+    keys = [f"joined/{member}" for member in range(len(members))]
     _await(store, keys, deadline, stopped)
     peers = tuple(DevicePeer(**json.loads(answer)) for answer in store.multi_get(keys))
     shared = _describe_shared(members, peers)
@@ -233,7 +233,7 @@ class PeerWatch:
         self._lock = threading.Lock()
         self._remote = [other for other, peer in enumerate(peers) if peer.machine != peers[index].machine]
         self._has_exited = has_exited
-        self._asked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         for other, peer in enumerate(peers):
             if other == index or peer.machine != peers[index].machine:
                 continue
@@ -259,10 +259,10 @@ class PeerWatch:
             ended = {descriptor for descriptor, _ in self._poll.poll(0)}
             self._gone.update(self._descriptors[descriptor] for descriptor in ended)
             self._gone.update(index for index, process in self._processes.items() if process.has_ended())
-            asked = self._next_remote()
+            checked = self._next_remote()
         exited: list[int] = []
         with contextlib.suppress(StoreError):
-            exited.extend(index for index in asked if self._has_exited(index))
+            exited.extend(index for index in checked if self._has_exited(index))
         with self._lock:
             self._gone.update(exited)
             return sorted(self._gone)
@@ -270,12 +270,12 @@ class PeerWatch:
     def _next_remote(self) -> list[int]:
         """Returns the ranks on other machines that are due for a lookup. Each lookup takes one store request."""
         now = time.monotonic()
-        if now - self._asked_at <= _REMOTE_INTERVAL_S:
+        if now - self._checked_at <= _REMOTE_INTERVAL_S:
             return []
-        self._asked_at = now
-        asked = self._remote[:_MOST_REMOTE]
-        self._remote = self._remote[_MOST_REMOTE:] + asked
-        return asked
+        self._checked_at = now
+        checked = self._remote[:_MOST_REMOTE]
+        self._remote = self._remote[_MOST_REMOTE:] + checked
+        return checked
 
     def close(self) -> None:
         """Stops watching; idempotent."""

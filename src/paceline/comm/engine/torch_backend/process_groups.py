@@ -228,7 +228,7 @@ def device_types(backend: str) -> list[str]:
         for device_type, name in c10d.Backend.default_device_backend_map.items()
         if name == backend and device_type != "cpu"
     ]
-    return served or [each for each in c10d.Backend.backend_capability.get(backend, ()) if each != "cpu"]
+    return served or [device for device in c10d.Backend.backend_capability.get(backend, ()) if device != "cpu"]
 
 
 def is_registered(backend: str) -> bool:

@@ -8,7 +8,7 @@ export function drawHeader({ header }) {
   const sentence = header.sentence.charAt(0).toUpperCase() + header.sentence.slice(1);
   setText(byId("sentence"), sentence);
   document.title = `${sentence} – Paceline`;
-  document.body.className = `mood-${header.mood}`;
+  document.body.className = `health-${header.health}`;
   byId("progress").hidden = header.share === null;
   byId("done").style.width = `${(header.share ?? 0) * 100}%`;
   const parts = [["job", header.run_id], ["", header.command], ["running for", span(header.elapsed_s)]];

@@ -4,9 +4,9 @@ import { byId, element, empty, fill, setText } from "./dom.js";
 import { clock, count, ms, perSecond, span } from "./format.js";
 
 export function drawStory(picture) {
-  const { items } = picture.story;
+  const { items } = picture.events;
   if (!items.length) {
-    fill(byId("story"), empty("Starts, deaths, new ranks and checkpoints appear here."));
+    fill(byId("events"), empty("Starts, deaths, new ranks and checkpoints appear here."));
     return;
   }
   const begin = startOf(picture);
@@ -15,7 +15,7 @@ export function drawStory(picture) {
     element("td", { class: "left" }, element("span", { class: `tag ${event.kind}` }, event.kind)),
     element("td", { class: "text" }, event.text),
     element("td", {}, event.cost_s === null ? "" : event.cost_s < 1 ? ms(event.cost_s * 1000) : span(event.cost_s))));
-  fill(byId("story"), table(["after", "", "what", "cost"], ["left", "left", "left", ""], rows));
+  fill(byId("events"), table(["after", "", "what", "cost"], ["left", "left", "left", ""], rows));
 }
 
 export function drawLinks({ links, network, owed, ranks }) {
@@ -58,7 +58,7 @@ function table(heads, sides, rows) {
 }
 
 function startOf(picture) {
-  return picture.story.items.length && picture.story.first === 0 ? picture.story.items[0].at_s : 0;
+  return picture.events.items.length && picture.events.first === 0 ? picture.events.items[0].at_s : 0;
 }
 
 let logEnd = 0;

@@ -12,7 +12,7 @@ const COLUMNS = [
   ["own time", null, (row) => row.compute],
   ["waits", null, (row) => row.wait],
   ["memory", (row) => bytes(row.memory_nbytes), (row) => row.memory_nbytes],
-  ["last record", (row) => age(row.heard_s), (row) => row.heard_s],
+  ["last record", (row) => age(row.silent_s), (row) => row.silent_s],
 ];
 
 let order = { column: 0, descending: false };

@@ -9,7 +9,7 @@ export const PART_NAMES = {
   optimizer: "optimizer",
   other: "the rest of the program",
 };
-const GROWING = ["steps", "curves", "story", "log"];
+const GROWING = ["steps", "curves", "events", "log"];
 
 export function newPicture() {
   const picture = {};

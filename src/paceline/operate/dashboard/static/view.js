@@ -19,7 +19,7 @@ const DRAWN_FROM = [
   [["steps"], drawHeat],
   [["timeline"], drawTimeline],
   [["curves"], drawCurves],
-  [["story"], drawStory],
+  [["events"], drawStory],
   [["calls"], drawCalls],
   [["links", "network", "owed"], drawLinks],
   [["stacks"], drawStacks],

@@ -119,12 +119,12 @@ class ChaosRunner:
     if none remains.
     """
 
-    def __init__(self, chaos: Chaos, machine: int, spared: int, say: Callable[[str], None]) -> None:
+    def __init__(self, chaos: Chaos, machine: int, spared: int, print_line: Callable[[str], None]) -> None:
         self._chaos = chaos
         self._spared = spared
         self._actions = actions_of(chaos, machine)
         self._next: ChaosAction = next(self._actions)
-        self._say = say
+        self._print_line = print_line
         self._ledger: ChaosStats | None = None
         self._hit: set[str] = set()
         self._stopped: list[tuple[float, PoolWorker]] = []  # stopped workers, each with the time at which to resume it
@@ -176,14 +176,14 @@ class ChaosRunner:
         try:
             if action.kind == "cut":
                 count = disconnect_worker(member.worker.pid, member.worker.pidfd)
-                self._say(f"{when} {count} connections of {member} to other machines")
+                self._print_line(f"{when} {count} connections of {member} to other machines")
                 return count > 0
             os.kill(member.worker.pid, _SIGNALS[action.kind])
         except OSError as error:
-            self._say(f"{when} is not possible for {member}: {error}")
+            self._print_line(f"{when} is not possible for {member}: {error}")
             return False
         self._hit.add(member.uid)
-        self._say(f"{when} {member}")
+        self._print_line(f"{when} {member}")
         return True
 
 

@@ -100,14 +100,14 @@ def addresses_of(known: ReplicatedJobState) -> dict[int, str]:
 def describe_attempts(known: ReplicatedJobState, answers: Mapping[int, ContactResult]) -> str:
     """Describes the results of contact attempts for the user."""
     hosts = {peer.number: peer.host for peer in known.peers}
-    said = sorted(answers.items())
-    return ", ".join(f"machine {number} on {hosts.get(number, '?')}: {_WORDS[answer]}" for number, answer in said)
+    contacts = sorted(answers.items())
+    return ", ".join(f"machine {number} on {hosts.get(number, '?')}: {_WORDS[answer]}" for number, answer in contacts)
 
 
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
 _TAKES_OVER_S = 2.0  # time during which a coordinator's designated successor remains a candidate
-_SAY_AFTER_S, _SAY_AGAIN_S = 2.0, 15.0
+_REPORT_AFTER_S, _REPORT_INTERVAL_S = 2.0, 15.0
 
 
 class CoordinatorClient(RendezvousClient):
@@ -129,7 +129,7 @@ class CoordinatorClient(RendezvousClient):
         self._answer = FollowResponse(False, -1)
         self._is_over = False
         self._is_asking = False
-        self._say_at_s = 0.0
+        self._report_at_s = 0.0
         self._leads = False  # whether the followed launcher is the coordinator, not just a candidate
         self._was_dropped = False
         self._leader = -1
@@ -160,11 +160,11 @@ class CoordinatorClient(RendezvousClient):
     def running(self) -> JobRunning | None:
         """Returns the notice for launchers outside the running job, or None if another launcher sends the notice."""
         with self._changing:
-            known = self._state.knowledge
+            known = self._state.job_state
             if self._is_over or self._state.number < 0 or not known.views:
                 return None
-            told = self._standby.running()
-            return JobRunning(known.job) if told is None and self._search.is_seeking else told
+            running = self._standby.running()
+            return JobRunning(known.job) if running is None and self._search.is_seeking else running
 
     def close(self) -> None:
         """Disconnects from the coordinator. Idempotent."""
@@ -204,7 +204,7 @@ class CoordinatorClient(RendezvousClient):
                 case RecordFailures():
                     pass  # nothing to do, because `self._log` has recorded the order
                 case ReplicateOrder():
-                    self._learn(wire, order.knowledge)
+                    self._replicate(wire, order.job_state)
                 case FollowLauncher():
                     self._turn_over(wire, order)
                 case _:
@@ -213,19 +213,19 @@ class CoordinatorClient(RendezvousClient):
                         self._search.me = order.machine
                     self.put(order)
 
-    def _learn(self, wire: ServerConnection, knowledge: ReplicatedJobState) -> None:
-        self._state.learns(knowledge)
-        self._standby.takes_part(self._state.knowledge.job, self._state.number)
-        self._leader, self._leads = knowledge.coordinator, True
-        peers = self._state.knowledge.peers
-        address = next((peer.address for peer in peers if peer.number == knowledge.coordinator), "")
-        self._standby.follows(knowledge.coordinator, address)
+    def _replicate(self, wire: ServerConnection, job_state: ReplicatedJobState) -> None:
+        self._state.merge(job_state)
+        self._standby.takes_part(self._state.job_state.job, self._state.number)
+        self._leader, self._leads = job_state.coordinator, True
+        peers = self._state.job_state.peers
+        address = next((peer.address for peer in peers if peer.number == job_state.coordinator), "")
+        self._standby.follows(job_state.coordinator, address)
         if self._search.is_seeking:
             self._search.found()
-            self.put(NotifyOrder(f"machine {knowledge.coordinator} coordinates"))
+            self.put(NotifyOrder(f"machine {job_state.coordinator} coordinates"))
             if self._log.leave is not None:
                 wire.send(self._log.leave)  # the previous coordinator may not have received the report
-        wire.send(StateReplicated(knowledge.views[-1].generation if knowledge.views else 0))
+        wire.send(StateReplicated(job_state.views[-1].generation if job_state.views else 0))
 
     def _on_lost(self, wire: ServerConnection, loss: ConnectionLoss, why: str) -> None:
         with self._changing:
@@ -239,7 +239,7 @@ class CoordinatorClient(RendezvousClient):
             if self._state.number < 0 and self._answer.address:
                 self._begin(self._turn_to, self._answer.address)
                 return
-            if self._log.leave is not None or self._state.number < 0 or not self._state.knowledge.views:
+            if self._log.leave is not None or self._state.number < 0 or not self._state.job_state.views:
                 self._over(JobEnded(1, lost_at(wire.peer, why)))
                 return
             if self._was_dropped:
@@ -263,7 +263,7 @@ class CoordinatorClient(RendezvousClient):
             return
         self._search.handed_over(order.number, time.monotonic())
         self._standby.follows(-1, "")
-        self._say_at_s = time.monotonic() + _SAY_AFTER_S
+        self._report_at_s = time.monotonic() + _REPORT_AFTER_S
         if not self._is_asking:
             self._begin(self._seek)
 
@@ -284,7 +284,7 @@ class CoordinatorClient(RendezvousClient):
         self._search.lost(self._leader, loss, time.monotonic())
         self._standby.follows(-1, "")
         if is_new:
-            self._say_at_s = time.monotonic() + _SAY_AFTER_S
+            self._report_at_s = time.monotonic() + _REPORT_AFTER_S
             self.put(
                 NotifyOrder(f"the coordinator at {peer} was lost ({why}); looking for another; the workers continue")
             )
@@ -297,23 +297,23 @@ class CoordinatorClient(RendezvousClient):
         """Searches until this launcher follows a coordinator or a candidate."""
         while not self._closed.is_set() and not self._is_over:
             with self._changing:
-                known = self._state.knowledge
+                known = self._state.job_state
                 addresses = addresses_of(known)
                 step = self._search.next(list(addresses), time.monotonic(), is_done=self._state.is_done)
-                asked = describe_attempts(known, self._search.answers)
+                attempts = describe_attempts(known, self._search.answers)
                 if self._log.leave is not None and self._search.has_lost:
                     step = StopSearch()
             match step:
                 case StopSearch():
-                    self._over(JobEnded(1, f"no coordinator was found for {self._seeks_s:.0f} s ({asked})"))
+                    self._over(JobEnded(1, f"no coordinator was found for {self._seeks_s:.0f} s ({attempts})"))
                     return
                 case JobDeserted():
-                    self._over(self._deserted(asked))
+                    self._over(self._deserted(attempts))
                     return
                 case Pause(for_s):
-                    if time.monotonic() >= self._say_at_s:
-                        self._say_at_s = time.monotonic() + _SAY_AGAIN_S
-                        self.put(NotifyOrder(f"still looking for a coordinator: {asked}"))
+                    if time.monotonic() >= self._report_at_s:
+                        self._report_at_s = time.monotonic() + _REPORT_INTERVAL_S
+                        self.put(NotifyOrder(f"still looking for a coordinator: {attempts}"))
                     self._closed.wait(for_s)
                 case TryMachine(number, stand_s):
                     if stand_s:
@@ -321,28 +321,29 @@ class CoordinatorClient(RendezvousClient):
                     if self._follow(number, addresses.get(number, "")):
                         return
 
-    def _deserted(self, asked: str) -> JobEnded:
+    def _deserted(self, attempts: str) -> JobEnded:
         """Returns the result of a job that has no other launchers left."""
         if self._state.has_finished:
             return JobEnded(
-                0, f"the job has finished: this machine's workers have completed, and no coordinator answers ({asked})"
+                0,
+                f"the job has finished: this machine's workers have completed, and no coordinator answers ({attempts})",
             )
         return JobEnded(
             1,
-            f"the job seems to have ended: none of its launchers can be reached ({asked}). Look at their output for "
+            f"the job seems to have ended: none of its launchers can be reached ({attempts}). Look at their output for "
             "the outcome; this machine had lost its connections to them, and its workers had not finished",
         )
 
     def _follow(self, number: int, address: str) -> bool:
         """Requests permission to follow another launcher; returns whether permission was granted."""
-        answer, elsewhere = self._ask(number, address)
+        answer, elsewhere = self._contact(number, address)
         with self._changing:
             has_ended = self._search.tried(number, answer, elsewhere)
             if has_ended:
                 self._state.machine_ended(number)
         return answer is ContactResult.FOLLOWED
 
-    def _ask(self, number: int, address: str) -> tuple[ContactResult, int | None]:
+    def _contact(self, number: int, address: str) -> tuple[ContactResult, int | None]:
         try:
             connection = connect_to_launcher(address, self._secret, _DIAL_S)
         except LauncherUnreachableError as error:
@@ -455,7 +456,7 @@ def join_elastic(
     job: Job,
     options: ElasticOptions,
     secret: bytes | None,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     address: tuple[str, int],
     listener: ListeningEndpoint | None,
     policy: MembershipPolicy,
@@ -471,7 +472,7 @@ def join_elastic(
     standby = StandbyController(policy, options, cast("ElasticController | None", controller))
     server = _serve(listener, secret, standby, rendezvous.silence_s) if listener is not None else None
     try:
-        connection = _connect(job, secret, say, server.address if server is not None else address)
+        connection = _connect(job, secret, print_line, server.address if server is not None else address)
         own = rendezvous.local_address or str(connection.getsockname()[0]).partition("%")[0]
         if server is None:
             server = _serve(_listen(own, address[1], secret), secret, standby, rendezvous.silence_s)
@@ -485,14 +486,14 @@ def join_elastic(
     return NodeConnection(follower, own, server, serves=controller is not None, coordinates=lambda: standby.coordinates)
 
 
-def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], address: tuple[str, int]) -> Connection:
+def _connect(job: Job, secret: bytes | None, print_line: Callable[[str], None], address: tuple[str, int]) -> Connection:
     """Connects to the coordinator of the running job, if there is one, and otherwise to the rendezvous.
 
     Raises a JobMovedError if the coordinator has changed or the job has ended.
     """
     rendezvous = job.rendezvous
     if rendezvous.running is None:
-        return connect_in_time(address, secret, rendezvous.join_timeout_s, say)
+        return connect_in_time(address, secret, rendezvous.join_timeout_s, print_line)
     try:
         return connect_to_launcher(rendezvous.running[1], secret, _REACH_S)
     except LauncherUnreachableError as error:

@@ -86,7 +86,7 @@ class ElasticAgent(Launcher):
         assert job.elastic is not None
         self._options = job.elastic
         self._resources = WorkerResources(job, connection, secret, cleanup)
-        self._exits = WorkerExits(job.stall_after_s > 0, self.word, self._say)
+        self._exits = WorkerExits(job.stall_after_s > 0, self.word, self._print_line)
         self._members: WorkerPool | None = None
         self._slots: SlotTable | None = None
         self._priorities = LoweredPriorities()
@@ -95,7 +95,7 @@ class ElasticAgent(Launcher):
         self._shutdown = ShutdownPlan(job.rendezvous.address is not None)
 
     @property
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         return self._end is None and self._stopped_by is None
 
     def _running_workers(self) -> WorkerPool | None:
@@ -121,18 +121,18 @@ class ElasticAgent(Launcher):
             self._next_signal[0] if self._next_signal is not None else None,
             self._members.deadline_s if self._members is not None else None,
             self._slots.deadline_s if self._slots is not None else None,
-            self._chaos.deadline_s if self._chaos is not None and self._goes_on else None,
+            self._chaos.deadline_s if self._chaos is not None and self._continues else None,
         ]
 
     def _tick(self, now_s: float) -> None:
         if self._members is None or self._slots is None:
             return
         self._members.tick(now_s)
-        self._tell_of_frozen(now_s)
+        self._report_frozen(now_s)
         if self._next_signal is not None and now_s >= self._next_signal[0]:
             self._members.end(self._next_signal[1])
             self._next_signal = (now_s + self._job.shutdown_timeout_s, signal.SIGKILL)
-        if self._chaos is not None and self._goes_on:
+        if self._chaos is not None and self._continues:
             self._chaos.tick(now_s, list(self._members.members.values()))
         for slot in self._slots.due(now_s):
             self._fill(slot, now_s)
@@ -144,15 +144,15 @@ class ElasticAgent(Launcher):
             case StartSlots() if self._members is None and self._stopped_by is None:
                 self._begin(order)
             case SendOrder():
-                self._tell(order.uid, order.message)
+                self._send_to_worker(order.uid, order.message)
             case FenceStalledOrder():
                 self._fence(order.uid)
             case CloseSlotsOrder(reason=reason):
-                self._say(reason)
+                self._print_line(reason)
                 self._close_slots()
             case NotifyOrder(reason):
                 self._events.write("wait", reason=reason)
-                self._say(reason)
+                self._print_line(reason)
             case JobMoved() if self._end is None:
                 self._give_way(order)
             case JobEnded() if self._end is None:
@@ -164,7 +164,7 @@ class ElasticAgent(Launcher):
         self._events.write("start", generation=1, ranks=list(range(first, first + count)))
         self._dashboard.generation(begin.slots, 0)
         if self._shutdown.is_shared:
-            self._say(describe_slots(first, count, begin.slots))
+            self._print_line(describe_slots(first, count, begin.slots))
         self._directory.note(job=begin.run_id, machine=begin.machine)
         environment = self._environment("0")
         path = os.path.join(self._cleanup.directory, f"copies-{begin.machine}")
@@ -175,7 +175,7 @@ class ElasticAgent(Launcher):
             self._resources.start_of(begin),
             begin.machine,
             context,
-            self._resources.forker(context, self._selector, self._say),
+            self._resources.forker(context, self._selector, self._print_line),
             self._selector,
             marks=self._cleanup.variables,
             on_start=self._on_start,
@@ -185,7 +185,7 @@ class ElasticAgent(Launcher):
         self._slots = SlotTable(count, time.monotonic(), self._options.most_replacements)
         if self._options.chaos is not None:
             spared = 0 if self._shutdown.is_shared else 1
-            self._chaos = ChaosRunner(self._options.chaos, begin.machine, spared, self._say)
+            self._chaos = ChaosRunner(self._options.chaos, begin.machine, spared, self._print_line)
         self._tick(time.monotonic())
 
     def _fill(self, slot: int, now_s: float) -> None:
@@ -194,7 +194,7 @@ class ElasticAgent(Launcher):
             self._members.add(slot)
         except OSError as error:
             decision = self._slots.ended(slot, ExitCause.FAILED, WorkerHistory(), now_s)
-            self._say(f"no worker can be started in slot {slot} ({error}); {describe_decision(decision)}")
+            self._print_line(f"no worker can be started in slot {slot} ({error}); {describe_decision(decision)}")
             if isinstance(decision, CloseSlot):
                 self._connection.client.send(Slots(self._slots.count))
 
@@ -203,7 +203,7 @@ class ElasticAgent(Launcher):
         if self._members is not None:
             now_s = time.monotonic()
             self._members.look_for_stopped(now_s)
-            self._tell_of_frozen(now_s)
+            self._report_frozen(now_s)
 
     def _on_start(self, member: PoolWorker) -> None:
         assert member.worker is not None
@@ -219,29 +219,29 @@ class ElasticAgent(Launcher):
         now_s = time.monotonic()
         match message:
             case None:
-                self._say(f"{member} is killed because it sent {datagram[:80]!r}, which is not a valid message")
+                self._print_line(f"{member} is killed because it sent {datagram[:80]!r}, which is not a valid message")
                 member.signal(signal.SIGKILL)
                 return
             case WorkerReady():
-                self._events.write("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
+                self._events.write("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.requested_s)))
             case ViewInstalled(generation):
                 self._shutdown.took_part = True
                 self._events.write("installed", uid=member.uid, view=generation)
                 if self._chaos is not None:
                     self._chaos.entered(member, member.life.took_part_s is None, now_s)
-        member.life.heard(message, now_s)
+        member.life.receive(message, now_s)
         self._connection.client.send(WorkerMessage(member.uid, message))
 
     def _worker(self, uid: str) -> PoolWorker | None:
         return self._members.by_uid(uid) if self._members is not None else None
 
-    def _tell(self, uid: str, message: ToWorker) -> None:
+    def _send_to_worker(self, uid: str, message: ToWorker) -> None:
         if (member := self._worker(uid)) is None:
             return
         if isinstance(message, ExitRequest):
             member.life.dismissed = message.code
             if message.code:
-                self._say(f"{member} is dismissed: {message.reason}")
+                self._print_line(f"{member} is dismissed: {message.reason}")
         if isinstance(message, (TransferOffer, View)) and member.worker is not None:
             self._priorities.end(member.worker.pid)
         member.channel.send(encode_message(message))
@@ -265,9 +265,9 @@ class ElasticAgent(Launcher):
         if self._stopped_by is None and self.moved is None:
             self._exits.report(member, code, fate, failure, decision, self._end is not None)
             if isinstance(decision, CloseSlot) and record is not None and self._slots.count:
-                self._say(f"the last traceback of slot {member.number}:\n{record.text.rstrip()}")
+                self._print_line(f"the last traceback of slot {member.number}:\n{record.text.rstrip()}")
         self._exits.forget(member)
-        if isinstance(decision, CloseSlot) and self._goes_on:
+        if isinstance(decision, CloseSlot) and self._continues:
             kept = shortened(self._exits.failures) if fate is not ExitCause.LEFT else ()
             self._connection.client.send(Slots(self._slots.count, kept))
         self._events.write("ended", uid=member.uid, how=how)
@@ -275,7 +275,7 @@ class ElasticAgent(Launcher):
             self._priorities.forget(member.worker.pid)
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
 
-    def _tell_of_frozen(self, now_s: float) -> None:
+    def _report_frozen(self, now_s: float) -> None:
         """Reports stopped and resumed workers to the coordinator, which decides which workers are needed."""
         assert self._members is not None
         frozen = self._members.frozen(now_s)
@@ -320,7 +320,7 @@ class ElasticAgent(Launcher):
         """Kills all workers before this machine joins a different job."""
         self._end = JobEnded(0)
         if self._stopped_by is None:
-            self._say(
+            self._print_line(
                 f"the job is already running: the launcher at {moved.address} coordinates it; this machine joins it"
             )
             self.moved = moved
@@ -340,9 +340,9 @@ class ElasticAgent(Launcher):
             self._send(self._shutdown.farewell(coordinates=False))
             return
         self._send([Slots(0), *self._shutdown.announced()])
-        self._say(describe_signal(number.name, len(self._members.pids()), self._job.shutdown_timeout_s))
+        self._print_line(describe_signal(number.name, len(self._members.pids()), self._job.shutdown_timeout_s))
         if self._shutdown.hands_over(self._connection.coordinates()):
-            self._say(
+            self._print_line(
                 "this launcher coordinates the job; when its workers have exited, another launcher takes over "
                 "(send it again to end the job)"
             )
@@ -365,14 +365,14 @@ class ElasticAgent(Launcher):
             return end.code
         if self._chaos is not None:
             for line in self._chaos.summary(time.monotonic()):
-                self._say(line)
+                self._print_line(line)
         if end.code:  # the latest failures may not have reached the coordinator before the job ended
             blame = ReportedFailures(end.failures)
             blame.add(self._exits.failures)
             end = msgspec.structs.replace(end, failures=blame.failures)
         if self._shutdown.is_well(end.code):
             if end.reason:
-                self._say(end.reason)
+                self._print_line(end.reason)
             return 0
         return super()._conclude(end)
 
@@ -410,9 +410,9 @@ class WorkerExits:
     If `reads` is true, it also reads the recordings of workers that have exited.
     """
 
-    def __init__(self, reads: bool, word: str, say: Callable[[str], None]) -> None:
+    def __init__(self, reads: bool, word: str, print_line: Callable[[str], None]) -> None:
         self.failures: list[WorkerFailure] = []
-        self._reads, self._word, self._say = reads, word, say
+        self._reads, self._word, self._print_line = reads, word, print_line
         self._memory = MemoryWatch()
         self._recordings: dict[str, int] = {}  # descriptors for recordings, by worker
 
@@ -447,7 +447,7 @@ class WorkerExits:
         if fate is ExitCause.DONE or (is_over and is_expected):
             return
         follows = "the job is ending" if is_over else describe_decision(decision)
-        self._say(f"{self._verdict(member, code, fate, failure)}; {follows}")
+        self._print_line(f"{self._verdict(member, code, fate, failure)}; {follows}")
 
     def forget(self, member: PoolWorker) -> None:
         """Releases the resources held for a worker that has exited."""

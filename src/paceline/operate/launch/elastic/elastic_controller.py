@@ -202,7 +202,7 @@ class ElasticController:
     _has_spoken: bool = False  # whether a worker has ever sent a message
     _blame: ReportedFailures = field(default_factory=ReportedFailures)
     _end: JobEnded | JobMoved | None = None
-    _has_heard_of_another: bool = False
+    _has_found_another_job: bool = False
     _foreign_hosts: list[str] = field(default_factory=list)  # hosts that reported a running job with another secret
     _printed_hosts: int = 0  # number of entries of `_foreign_hosts` that have been printed
     _returning: dict[str, JoinJob] = field(default_factory=dict)
@@ -271,7 +271,7 @@ class ElasticController:
         addresses = {number: join.listens for number, (_, join) in joins.items()}
         stores = {machine.number: machines.served_by(machine) for machine in machines.here.values()}
         given = self._coordinator.resume(list(reports.values()), now_s, addresses, stores)
-        return [*self._learn_of(failures), *self._carry(given)]
+        return [*self._record_failures(failures), *self._carry(given)]
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
         """Handles a report from a node."""
@@ -286,14 +286,14 @@ class ElasticController:
             case WorkerStarted(uid):
                 return self._carry(self._coordinator.worker_started(uid, name, now_s))
             case StateReplicated(generation):
-                return self._carry(self._coordinator.machine_knows(name, generation, now_s))
+                return self._carry(self._coordinator.machine_replicated(name, generation, now_s))
             case WorkerStalled(uid, why):
                 return self._carry(self._coordinator.worker_stalled(uid, why, now_s))
             case WorkerExited(uid, how, exit_code):
                 return self._carry(self._coordinator.worker_ended(uid, how, exit_code, now_s))
             case WorkerMessage(uid, message):
                 self._has_spoken = True
-                return self._carry(self._coordinator.worker_said(uid, message, now_s))
+                return self._carry(self._coordinator.handle_worker_message(uid, message, now_s))
             case Slots():
                 return self._slots_changed(node, report, now_s)
             case ExitNotice():
@@ -313,7 +313,7 @@ class ElasticController:
         """Returns True if a machine is connected."""
         return any(machine.number == number for machine in self._machines.here.values())
 
-    def heard_of(self, other: JobRunning, now_s: float) -> Orders:
+    def handle_running_job(self, other: JobRunning, now_s: float) -> Orders:
         """Handles the notice of a running job: moves to that job, or waits until that job has a coordinator."""
         if self._end is not None:
             return []
@@ -322,13 +322,13 @@ class ElasticController:
             return [(node, self._end) for node in self._machines.here]
         self._quiet_until_s = now_s + _QUIET_SINCE_A_CALL_S
         is_held_back = self._coordinator.hold_back(self._quiet_until_s)
-        if self._has_heard_of_another or not is_held_back:
+        if self._has_found_another_job or not is_held_back:
             return []
-        self._has_heard_of_another = True
+        self._has_found_another_job = True
         text = "a job with this address is already running, and is looking for a coordinator; waiting for it"
         return [(node, NotifyOrder(text)) for node in self._machines.here]
 
-    def heard_of_foreign_job(self, host: str) -> bool:
+    def handle_foreign_job(self, host: str) -> bool:
         """Records that a host has reported a running job with another secret; returns True if `tick` will print this.
 
         Anyone can send such a report, because it is not authenticated. It therefore neither ends nor delays this job.
@@ -409,27 +409,27 @@ class ElasticController:
         join, report = self._returning.pop(node, None), follow.report
         if join is None:
             return []
-        if report.knowledge.job not in ("", self.identity):
-            waits = self.heard_of(JobRunning(report.knowledge.job), now_s)
+        if report.job_state.job not in ("", self.identity):
+            waits = self.handle_running_job(JobRunning(report.job_state.job), now_s)
             return [*waits, (node, FollowResponse(False, -1, is_stranger=True)), (node, NodeDropped())]
         if self._end is not None:
             return [(node, self._end)]
         machines = self._machines
         store = machines.served_by(machines.returns(node, join, report))
-        told = [*self._learn_of(follow.failures), *self._remember(node)]
+        notices = [*self._record_failures(follow.failures), *self._remember(node)]
         given = self._coordinator.machine_returned(report, now_s, join.listens, store)
-        return [(node, FollowResponse(True, machines.home)), *told, *self._carry(given)]
+        return [(node, FollowResponse(True, machines.home)), *notices, *self._carry(given)]
 
     def _slots_changed(self, node: str, report: Slots, now_s: float) -> Orders:
         machines = self._machines
         machines.here[node].slots = report.count
-        told = self._learn_of(report.failures)
+        notices = self._record_failures(report.failures)
         is_over = not any(machine.slots for machine in machines.here.values())
         if is_over and not self._blame.failures and not self._has_spoken:
             return self._over(JobEnded(0))  # the script completed without an elastic loop
-        return [*told, *self._carry(self._coordinator.slots_changed(machines.name(node), report.count, now_s))]
+        return [*notices, *self._carry(self._coordinator.slots_changed(machines.name(node), report.count, now_s))]
 
-    def _learn_of(self, failures: Iterable[WorkerFailure]) -> Orders:
+    def _record_failures(self, failures: Iterable[WorkerFailure]) -> Orders:
         """Records failures, and orders every machine to store them in case this launcher is lost."""
         is_new = self._blame.add(failures)
         return [order for node in self._machines.here for order in self._remember(node)] if is_new else []

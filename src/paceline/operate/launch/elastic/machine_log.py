@@ -60,7 +60,7 @@ class ReplayableMessages:
 
     messages: list[FromWorker] = field(default_factory=list)
 
-    def heard(self, message: FromWorker) -> None:
+    def receive(self, message: FromWorker) -> None:
         """Adds the worker's next message, and removes earlier messages that it supersedes."""
         if isinstance(message, WorkerReady):
             self.messages = [entry for entry in self.messages if isinstance(entry, LeaveNotice)]
@@ -92,7 +92,7 @@ class MachineState:
     slots: int
     number: int = -1
     first_slot: int = 0
-    knowledge: ReplicatedJobState = field(default_factory=ReplicatedJobState)
+    job_state: ReplicatedJobState = field(default_factory=ReplicatedJobState)
     is_leaving: bool = False
     _workers: dict[str, _RunningWorker] = field(default_factory=dict)
     _finished: set[str] = field(default_factory=set)
@@ -103,10 +103,10 @@ class MachineState:
         """Records that a worker is running."""
         self._workers.setdefault(uid, _RunningWorker()).stalled = None
 
-    def said(self, uid: str, message: FromWorker) -> None:
+    def record_message(self, uid: str, message: FromWorker) -> None:
         """Records a message from a worker."""
         if uid in self._workers:
-            self._workers[uid].standing.heard(message)
+            self._workers[uid].standing.receive(message)
             self._workers[uid].stalled = None
             if isinstance(message, LoopFinished):
                 self._finished.add(uid)
@@ -134,20 +134,20 @@ class MachineState:
         """Whether this machine's part of the job is complete."""
         return self.has_finished and not self._workers
 
-    def learns(self, knowledge: ReplicatedJobState) -> None:
+    def merge(self, job_state: ReplicatedJobState) -> None:
         """Merges replicated state from the coordinator."""
-        self.knowledge = merge_job_states([self.knowledge, knowledge])
+        self.job_state = merge_job_states([self.job_state, job_state])
 
     def passes_on(self, view: View) -> None:
         """Records a view that is about to be forwarded to a worker."""
-        self.knowledge = merge_job_states(
-            [self.knowledge, ReplicatedJobState(term=view.generation >> 32, views=(view,))]
+        self.job_state = merge_job_states(
+            [self.job_state, ReplicatedJobState(term=view.generation >> 32, views=(view,))]
         )
 
     def machine_ended(self, number: int) -> None:
         """Records that a machine's launcher has exited and that all of its messages have been read."""
-        ended = {*self.knowledge.ended, number}
-        self.knowledge = msgspec.structs.replace(self.knowledge, ended=tuple(sorted(ended)))
+        ended = {*self.job_state.ended, number}
+        self.job_state = msgspec.structs.replace(self.job_state, ended=tuple(sorted(ended)))
 
     def report(self) -> MachineReport:
         """Returns the report to a newly followed coordinator."""
@@ -160,7 +160,7 @@ class MachineState:
             self.host,
             self.slots,
             self.first_slot,
-            self.knowledge,
+            self.job_state,
             tuple(workers),
             ended,
             tuple(sorted(self._finished)),
@@ -205,7 +205,7 @@ class MachineLog:
             case WorkerStarted(uid):
                 account.started(uid)
             case WorkerMessage(uid, message):
-                account.said(uid, message)
+                account.record_message(uid, message)
             case WorkerStalled(uid, why):
                 account.stalled(uid, why)
             case WorkerExited(uid, how, exit_code):

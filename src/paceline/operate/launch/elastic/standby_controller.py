@@ -36,7 +36,7 @@ class StandbyController:
         self._successor: tuple[int, str] | None = None  # number and address of the machine that has taken over
         self._job, self._number = "", -1
         self._nodes: dict[str, int] = {}  # machine numbers of followers during a candidacy, by node
-        self._said: list[tuple[str, Report]] = []  # reports received during a candidacy
+        self._reports: list[tuple[str, Report]] = []  # reports received during a candidacy
         self._changing = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
 
@@ -53,7 +53,7 @@ class StandbyController:
     def warn_of_foreign_job(self, host: str) -> None:
         """Handles the unauthenticated report of a running job that has another secret."""
         with self._changing:
-            is_new = self._controller is not None and self._controller.heard_of_foreign_job(host)
+            is_new = self._controller is not None and self._controller.handle_foreign_job(host)
         if is_new:
             self.wake()
 
@@ -96,16 +96,16 @@ class StandbyController:
         """Handles a report from another launcher."""
         with self._changing:
             if isinstance(report, JobRunning):
-                return self._heard_of(node, report, now_s)
+                return self._handle_running_job(node, report, now_s)
             if self._controller is not None and not (self._successor and isinstance(report, (Follow, JoinJob))):
                 return self._with(self._controller.reported(node, report, now_s))
             if self._candidacy is None:
                 return self._turn_away(node, report)
-            self._said.append((node, report))
+            self._reports.append((node, report))
             if not isinstance(report, Follow):
                 return []
             followed = report.report
-            if followed.knowledge.job not in ("", self._job):
+            if followed.job_state.job not in ("", self._job):
                 return [(node, FollowResponse(False, -1, is_stranger=True)), (node, NodeDropped())]
             self._nodes = {name: number for name, number in self._nodes.items() if number != followed.number}
             self._nodes[node] = followed.number
@@ -139,10 +139,10 @@ class StandbyController:
             nodes, self._controller = controller.nodes, None
             return given + [(node, NodeDropped()) for node in nodes]
 
-    def _heard_of(self, node: str, running: JobRunning, now_s: float) -> Orders:
+    def _handle_running_job(self, node: str, running: JobRunning, now_s: float) -> Orders:
         if running.job == (self._controller.identity if self._controller is not None else self._job):
             return [(node, FollowResponse(False, self._number))]
-        return self._controller.heard_of(running, now_s) if self._controller is not None else []
+        return self._controller.handle_running_job(running, now_s) if self._controller is not None else []
 
     def _with(self, given: Orders) -> Orders:
         """Checks whether the coordinator has handed over, and returns the coordinator's orders unchanged."""
@@ -161,7 +161,7 @@ class StandbyController:
 
     def _gone(self, node: str, now_s: float) -> Orders:
         number = self._nodes.pop(node, None)
-        self._said = [entry for entry in self._said if entry[0] != node]
+        self._reports = [entry for entry in self._reports if entry[0] != node]
         if number is not None and self._candidacy is not None:
             self._candidacy.left(number, now_s)
         return []
@@ -175,19 +175,21 @@ class StandbyController:
             return self._take_office(candidacy, now_s)
         if candidacy.has_enough or now_s < candidacy.until_s:
             return []
-        nodes = {node for node, _ in self._said}
-        self._candidacy, self._said, self._nodes = None, [], {}
+        nodes = {node for node, _ in self._reports}
+        self._candidacy, self._reports, self._nodes = None, [], {}
         return [(node, NodeDropped()) for node in nodes]
 
     def _take_office(self, candidacy: Candidacy, now_s: float) -> Orders:
         """Takes over the job based on the followers' reports, then handles the messages received after the reports."""
-        said, nodes = self._said, self._nodes
-        self._candidacy, self._said, self._nodes = None, [], {}
-        joins = {nodes[node]: (node, report) for node, report in said if isinstance(report, JoinJob) and node in nodes}
+        reports, nodes = self._reports, self._nodes
+        self._candidacy, self._reports, self._nodes = None, [], {}
+        joins = {
+            nodes[node]: (node, report) for node, report in reports if isinstance(report, JoinJob) and node in nodes
+        }
         self._controller = ElasticController(self._policy, self._options, now_s)
-        failures = [failure for node, report in said if isinstance(report, Follow) for failure in report.failures]
+        failures = [failure for node, report in reports if isinstance(report, Follow) for failure in report.failures]
         orders = self._controller.resume(self._number, candidacy.reports, joins, failures, now_s)
-        for node, report in said:
+        for node, report in reports:
             is_new = node not in nodes and isinstance(report, JoinJob)
             if is_new or (node in nodes and not isinstance(report, (JoinJob, Follow))):
                 orders += self._controller.reported(node, report, now_s)

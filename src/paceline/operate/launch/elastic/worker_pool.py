@@ -201,12 +201,14 @@ class WorkerResources:
         first, slots = begin.first_slot, begin.slots
         return Start(1, 0, most, begin.run_id, begin.machine, begin.machine + 1, first, slots, first, slots, host, port)
 
-    def forker(self, context: WorkerContext, selector: selectors.BaseSelector, say: Callable[[str], None]) -> Forker:
+    def forker(
+        self, context: WorkerContext, selector: selectors.BaseSelector, print_line: Callable[[str], None]
+    ) -> Forker:
         """Returns the forker. It forks workers unless the user's options or the program require new interpreters."""
         descriptors = allow_descriptors(self._job.workers)
         modules = modules_to_fork(self._job)
         preload = self._job.elastic.preload if self._job.elastic is not None else ()
-        forker = Forker(context.environment, context.pass_fds, descriptors, selector, say, modules, preload)
+        forker = Forker(context.environment, context.pass_fds, descriptors, selector, print_line, modules, preload)
         self._opened.callback(forker.close)
         return forker
 
@@ -226,7 +228,7 @@ class PoolWorker:
     slot: int  # slot number on this machine, starting at 0
     number: int  # slot number in the job, which is the worker's RANK
     channel: WorkerChannel
-    asked_s: float
+    requested_s: float
     is_replacement: bool = False  # whether the slot had an earlier worker
     life: WorkerHistory = field(default_factory=WorkerHistory)
     worker: WorkerProcess | None = None
@@ -295,7 +297,7 @@ class WorkerPool:
         prepared = prepare(self._job, start, slot, self._context)
         prepared.variables.update({NAME: uid, **self._marks(uid)})
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        channel = WorkerChannel(ours, self._selector, lambda datagram: self._heard(member, datagram))
+        channel = WorkerChannel(ours, self._selector, lambda datagram: self._receive(member, datagram))
         member = PoolWorker(uid, slot, number, channel, time.monotonic(), is_replacement=attempt > 0)
         self.members[slot] = member
         try:
@@ -420,7 +422,7 @@ class WorkerPool:
             self._context.keyboard.restore()
         self._on_end(member, code)
 
-    def _heard(self, member: PoolWorker, datagram: bytes) -> None:
+    def _receive(self, member: PoolWorker, datagram: bytes) -> None:
         try:
             message = protocol.decode_from_worker(datagram)
         except ValueError:

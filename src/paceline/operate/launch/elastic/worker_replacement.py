@@ -46,7 +46,7 @@ class WorkerHistory:
     is_stalled: bool = False  # whether the worker was reported to the coordinator as stopped
     is_fenced: bool = False  # whether the launcher killed the worker because it was stopped
 
-    def heard(self, message: FromWorker, now_s: float) -> None:
+    def receive(self, message: FromWorker, now_s: float) -> None:
         """Records a message from the worker."""
         match message:
             case ViewInstalled():

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from paceline.operate.diagnosis.stall_detector import StallReporter, explain_or_default
 from paceline.operate.launch.multinode.membership import JobController, Orders
 from paceline.operate.launch.multinode.protocol import (
-    AskStacks,
     DashboardUpdate,
     DashboardWatched,
     JobEnded,
@@ -22,6 +21,7 @@ from paceline.operate.launch.multinode.protocol import (
     Report,
     RequestSnapshot,
     SnapshotReport,
+    StacksRequest,
     Start,
     UserMessage,
 )
@@ -76,7 +76,7 @@ class ControllerMiddleware:
 
 @dataclass
 class DashboardRelay(ControllerMiddleware):
-    """A controller that also relays `DashboardWatched`, `AskStacks` and `DashboardUpdate` between nodes."""
+    """A controller that also relays `DashboardWatched`, `StacksRequest` and `DashboardUpdate` between nodes."""
 
     _is_watched: bool = False
 
@@ -84,7 +84,7 @@ class DashboardRelay(ControllerMiddleware):
         """Handles a node's report."""
         if isinstance(report, DashboardWatched):
             self._is_watched = report.is_on
-        if isinstance(report, DashboardWatched | AskStacks):
+        if isinstance(report, DashboardWatched | StacksRequest):
             return [(other, report) for other in self._others()]
         if isinstance(report, DashboardUpdate):
             return [(other, report) for other in self._serving()]
@@ -139,7 +139,7 @@ class SnapshotCollection:
         """Returns True if the collection is complete or its deadline has passed."""
         return not self.missing or now_s >= self.deadline_s
 
-    def goes_on(self) -> bool:
+    def extend(self) -> bool:
         """Extends the deadline to `last_s`; returns whether there are any snapshots left to wait for."""
         is_later = bool(self.missing) and self.last_s > self.deadline_s
         self.deadline_s = self.last_s
@@ -163,7 +163,7 @@ class DiagnosisCollector(ControllerMiddleware):
     _failure: SnapshotCollection | None = None  # at most two per generation: one for the consequence, one for the cause
     _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # final snapshots of exited workers, by node
     _places: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # latest snapshots of a failure, by node
-    _said: StallReporter = field(default_factory=StallReporter)
+    _reporter: StallReporter = field(default_factory=StallReporter)
     _has_failed: bool = False  # whether a worker in this generation has failed on its own
     _has_looked: bool = False  # whether a failure in this generation has been examined, whatever its cause
     _held: HeldDiagnosis | None = None  # the diagnosis of a failure, until it is printed
@@ -198,8 +198,8 @@ class DiagnosisCollector(ControllerMiddleware):
 
     def _sighted(self, node: str, sighting: SnapshotReport, now_s: float) -> Orders:
         if not sighting.body:
-            text = self._said.resumed(now_s)
-            return self._tell(UserMessage(text)) if text is not None else []
+            text = self._reporter.resumed(now_s)
+            return self._send_to_all(UserMessage(text)) if text is not None else []
         from paceline.operate.diagnosis.machine_snapshot import decode
 
         try:
@@ -243,17 +243,17 @@ class DiagnosisCollector(ControllerMiddleware):
         """Diagnoses complete collections and returns the resulting messages."""
         if self._held is not None and now_s >= self._held.due_s:
             self._explained, self._held = self._held.verdict, None
-            return [*self._tell_verdict(self._explained, now_s), *self._conclude(now_s)]
+            return [*self._report_verdict(self._explained, now_s), *self._conclude(now_s)]
         if self._failure is not None and self._failure.is_over(now_s):
             return self._conclude_failure(self._failure, now_s)
         if self._stall is None or not self._stall.is_over(now_s):
             return []
         verdict = self._verdict(self._stall.pictures, now_s)
-        if (verdict is None or not verdict.is_certain) and self._stall.goes_on():
+        if (verdict is None or not verdict.is_certain) and self._stall.extend():
             return []
         pictures, self._stall = self._stall.pictures.values(), None
         stalls = [since_s for snapshot in pictures if (since_s := snapshot.stalled_since_s) is not None]
-        return [] if verdict is None or not stalls else self._tell_verdict(verdict, min(stalls))
+        return [] if verdict is None or not stalls else self._report_verdict(verdict, min(stalls))
 
     def _conclude_failure(self, finished: SnapshotCollection, now_s: float) -> Orders:
         """Diagnoses a failure, or extends the wait if the cause may be on a missing node.
@@ -262,7 +262,7 @@ class DiagnosisCollector(ControllerMiddleware):
         """
         verdict = self._verdict(finished.pictures, now_s)
         is_known = verdict is not None and (verdict.is_failure or verdict.is_early_exit) and verdict.is_certain
-        if not is_known and finished.goes_on():
+        if not is_known and finished.extend():
             return []
         self._failure = None
         is_whole = verdict is not None and verdict.is_fault and not finished.missing and self._has_failed
@@ -270,13 +270,15 @@ class DiagnosisCollector(ControllerMiddleware):
             self._held = HeldDiagnosis(verdict, now_s + HOLD_S)
         return []
 
-    def _tell_verdict(self, verdict: Diagnosis, since_s: float) -> Orders:
+    def _report_verdict(self, verdict: Diagnosis, since_s: float) -> Orders:
         """Returns the message with a diagnosis, or no message if it would repeat the previous one."""
-        text = self._said.tell(verdict, since_s)
+        text = self._reporter.report(verdict, since_s)
         if text is None:
             return []
         is_failure = verdict.is_failure
-        return self._tell(UserMessage(text, is_stall=not is_failure, is_failure=is_failure, blamed=verdict.blamed))
+        return self._send_to_all(
+            UserMessage(text, is_stall=not is_failure, is_failure=is_failure, blamed=verdict.blamed)
+        )
 
     def _verdict(self, pictures: Mapping[str, ReceivedSnapshot], now_s: float) -> Diagnosis | None:
         from paceline.operate.diagnosis.diagnosis import diagnose
@@ -286,7 +288,7 @@ class DiagnosisCollector(ControllerMiddleware):
             lambda: diagnose(job_snapshot_of((snapshot.by(now_s) for snapshot in pictures.values()), self.word)), None
         )
 
-    def _tell(self, message: UserMessage) -> Orders:
+    def _send_to_all(self, message: UserMessage) -> Orders:
         # another node may host the rendezvous by now
         return [(node, message) for node in self._serving() or self._serves]
 
@@ -298,14 +300,14 @@ class DiagnosisCollector(ControllerMiddleware):
             self._held = self._explained = None
             self._last.clear()
             self._places.clear()
-            self._said = StallReporter()
+            self._reporter = StallReporter()
         ends = [(node, order) for node, order in orders if isinstance(order, JobEnded)]
         if self._has_ended or not ends:
             return orders
         self._has_ended = True
         held, self._held = self._held, None
-        told = [(node, message) for message in self._last_words(ends[0][1], held, now_s) for node, _ in ends]
-        return [*told, *orders]
+        messages = [(node, message) for message in self._last_words(ends[0][1], held, now_s) for node, _ in ends]
+        return [*messages, *orders]
 
     def _last_words(self, end: JobEnded, held: HeldDiagnosis | None, now_s: float) -> list[UserMessage]:
         """Returns the messages to print at the end of a job.
@@ -333,7 +335,9 @@ class DiagnosisCollector(ControllerMiddleware):
         before = self._explained
         if before is not None and (before.cause, before.blamed) == (verdict.cause, verdict.blamed):
             return [UserMessage(reminder(verdict, self.word), is_last=True)]
-        is_headline = bool(end.failures) and all(each.is_consequence or each.is_mismatch for each in end.failures)
+        is_headline = bool(end.failures) and all(
+            failure.is_consequence or failure.is_mismatch for failure in end.failures
+        )
         messages = [UserMessage(verdict.sentence, is_last=True, is_headline=is_headline)]
         if is_headline:
             messages.append(UserMessage(reminder(verdict, self.word), is_last=True))

@@ -172,7 +172,7 @@ class DashboardWatched(_NodeMessage, frozen=True):
     is_on: bool
 
 
-class AskStacks(_NodeMessage, frozen=True):
+class StacksRequest(_NodeMessage, frozen=True):
     """Report: requests the workers' stacks in a DashboardUpdate. Sent and relayed like `DashboardWatched`."""
 
 
@@ -186,17 +186,17 @@ class Heartbeat(_NodeMessage, frozen=True):
     """A keep-alive message, sent in both directions."""
 
 
-class AskTime(_NodeMessage, frozen=True):
-    """Report: a request for the time on the rendezvous's machine. `asked_ns` is CLOCK_MONOTONIC on the node."""
+class TimeRequest(_NodeMessage, frozen=True):
+    """Report: a request for the time on the rendezvous's machine. `requested_ns` is CLOCK_MONOTONIC on the node."""
 
-    asked_ns: Int64
+    requested_ns: Int64
 
 
-class TellTime(_NodeMessage, frozen=True):
-    """Order: the response to `AskTime`. `told_ns` is CLOCK_MONOTONIC on the machine that hosts the rendezvous."""
+class TimeResponse(_NodeMessage, frozen=True):
+    """Order: the response to `TimeRequest`. `remote_ns` is CLOCK_MONOTONIC on the machine that hosts the rendezvous."""
 
-    asked_ns: Int64
-    told_ns: Int64
+    requested_ns: Int64
+    remote_ns: Int64
 
 
 class Start(_NodeMessage, frozen=True):
@@ -312,7 +312,7 @@ Report = (
     | NodeStopped
     | ExitNotice
     | Heartbeat
-    | AskTime
+    | TimeRequest
     | WorkerStarted
     | WorkerStalled
     | WorkerExited
@@ -323,7 +323,7 @@ Report = (
     | StateReplicated
     | SnapshotReport
     | DashboardWatched
-    | AskStacks
+    | StacksRequest
     | DashboardUpdate
 )
 Order = (
@@ -332,7 +332,7 @@ Order = (
     | NotifyOrder
     | JobEnded
     | Heartbeat
-    | TellTime
+    | TimeResponse
     | StartSlots
     | SendOrder
     | FenceStalledOrder
@@ -346,7 +346,7 @@ Order = (
     | RequestSnapshot
     | UserMessage
     | DashboardWatched
-    | AskStacks
+    | StacksRequest
     | DashboardUpdate
 )
 Message = Report | Order

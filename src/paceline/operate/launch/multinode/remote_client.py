@@ -19,7 +19,6 @@ from paceline.errors import RendezvousTimeoutError
 from paceline.operate.diagnosis.clock_offset import Offset, OffsetEstimate
 from paceline.operate.launch.multinode.node_connection import RendezvousClient
 from paceline.operate.launch.multinode.protocol import (
-    AskTime,
     Heartbeat,
     Inbox,
     JobEnded,
@@ -28,7 +27,8 @@ from paceline.operate.launch.multinode.protocol import (
     Report,
     Start,
     StartSlots,
-    TellTime,
+    TimeRequest,
+    TimeResponse,
     encode,
 )
 from paceline.operate.launch.multinode.server import CHANNEL, HEARTBEAT_S, is_starved
@@ -63,14 +63,14 @@ class ServerConnection:
         self._bears_starvation = bears_starvation
         self._offset = OffsetEstimate()
         self._measuring = threading.Lock()
-        self._may_ask = False  # a server with a different version must not receive unknown messages
+        self._may_request_time = False  # a server with a different version must not receive unknown messages
         self._connection = connection
         self._connection.settimeout(silence_s)
         self.local_address: str = connection.getsockname()[0]
         self.peer = "{}:{}".format(*connection.getpeername()[:2])
         self._silence_s = silence_s
         self._on_order, self._on_lost = on_order, on_lost
-        self._heard_s = time.monotonic()
+        self._last_received_s = time.monotonic()
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self._threads = [
@@ -117,17 +117,17 @@ class ServerConnection:
         while not self._closed.is_set():
             try:
                 data = self._connection.recv(1 << 16)
-                self._heard_s = time.monotonic() if data else self._heard_s
+                self._last_received_s = time.monotonic() if data else self._last_received_s
                 for message in inbox.feed(data):
-                    self._hear(message)
+                    self._receive(message)
             except TimeoutError:
-                silent_s = max(self._silence_s, time.monotonic() - self._heard_s)
+                silent_s = max(self._silence_s, time.monotonic() - self._last_received_s)
                 if self._bears_starvation and is_starved(self._connection, silent_s, self._silence_s / 2):
                     continue
                 self._lost(ConnectionLoss.SILENT, f"nothing was received from it for {silent_s:.2g} s")
                 return
             except (OSError, ValueError) as error:  # a ValueError indicates an invalid message
-                is_recent = time.monotonic() - self._heard_s <= self._silence_s
+                is_recent = time.monotonic() - self._last_received_s <= self._silence_s
                 is_reset = isinstance(error, ConnectionResetError) and is_recent
                 self._lost(ConnectionLoss.RESET if is_reset else ConnectionLoss.SILENT, str(error))
                 return
@@ -135,17 +135,17 @@ class ServerConnection:
                 self._lost(ConnectionLoss.ENDED, "it has ended")
                 return
 
-    def _hear(self, message: Message) -> None:
-        if isinstance(message, TellTime):
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, TimeResponse):
             with self._measuring:
-                self._offset.add(message.asked_ns, message.told_ns, self._clock_ns())
+                self._offset.add(message.requested_ns, message.remote_ns, self._clock_ns())
         elif isinstance(message, Order):
-            self._may_ask = self._may_ask or isinstance(message, _WELCOMES)
+            self._may_request_time = self._may_request_time or isinstance(message, _WELCOMES)
             self._on_order(message)
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
-            self.send(AskTime(self._clock_ns()) if self._may_ask else Heartbeat())
+            self.send(TimeRequest(self._clock_ns()) if self._may_request_time else Heartbeat())
 
     def _lost(self, how: ConnectionLoss, why: str) -> None:
         if not self._closed.is_set():
@@ -221,16 +221,20 @@ def lost_at(peer: str, why: str) -> str:
 
 
 def connect_client(
-    address: tuple[str, int], secret: bytes | None, timeout_s: float, silence_s: float, say: Callable[[str], None]
+    address: tuple[str, int],
+    secret: bytes | None,
+    timeout_s: float,
+    silence_s: float,
+    print_line: Callable[[str], None],
 ) -> RemoteClient:
     """Returns a client for the rendezvous once the rendezvous is available; see `connect_in_time`."""
-    return RemoteClient(connect_in_time(address, secret, timeout_s, say), silence_s)
+    return RemoteClient(connect_in_time(address, secret, timeout_s, print_line), silence_s)
 
 
 def connect_in_time(
-    address: tuple[str, int], secret: bytes | None, timeout_s: float, say: Callable[[str], None]
+    address: tuple[str, int], secret: bytes | None, timeout_s: float, print_line: Callable[[str], None]
 ) -> Connection:
-    """Connects once the rendezvous is available. If the wait is long, `say` prints a message about it.
+    """Connects once the rendezvous is available. If the wait is long, `print_line` prints a message about it.
 
     Name resolution is repeated as well, because a pod's name is published only once the pod has started.
 
@@ -240,11 +244,11 @@ def connect_in_time(
     """
     started_s = time.monotonic()
     pause_s = _FIRST_PAUSE_S
-    said: set[type[Exception]] = set()
+    reported: set[type[Exception]] = set()
     while True:
         left_s = started_s + timeout_s - time.monotonic()
         try:
-            attempt_s = min(_ATTEMPT_S if said else _SOON_S, left_s)
+            attempt_s = min(_ATTEMPT_S if reported else _SOON_S, left_s)
             return connect(address, secret, max(0.1, attempt_s))  # `connect` resolves the name on each attempt
         except (OSError, HandshakeUnfinishedError) as error:
             kind = socket.gaierror if isinstance(error, socket.gaierror) else Exception
@@ -253,9 +257,9 @@ def connect_in_time(
                     f"no launcher hosted the rendezvous at {address[0]}:{address[1]} for {timeout_s:.0f} s (the last "
                     f"attempt: {_in_words(error, address[0])}). {_ADVICE[kind]}"
                 ) from error
-            if kind not in said and time.monotonic() - started_s >= _SOON_S:
-                said.add(kind)
-                say(
+            if kind not in reported and time.monotonic() - started_s >= _SOON_S:
+                reported.add(kind)
+                print_line(
                     f"waiting up to {timeout_s:.0f} s for a launcher at {address[0]}:{address[1]} "
                     f"({_in_words(error, address[0])})"
                 )

@@ -23,14 +23,14 @@ from paceline.comm.security.handshake import PeerHello
 from paceline.comm.security.secret import derive_key
 from paceline.operate.launch.multinode.membership import JobController, Orders
 from paceline.operate.launch.multinode.protocol import (
-    AskTime,
     Heartbeat,
     Inbox,
     MessageError,
     NodeDropped,
     Order,
     Report,
-    TellTime,
+    TimeRequest,
+    TimeResponse,
     encode,
 )
 
@@ -69,7 +69,7 @@ class _Node:
 
     name: str
     connection: Connection
-    heard_s: float
+    last_received_s: float
     inbox: Inbox = field(default_factory=Inbox)
     fault: str = ""
     _sending: threading.Lock = field(default_factory=threading.Lock)
@@ -143,7 +143,7 @@ class RendezvousServer:
         self._bears_starvation = bears_starvation
         self._silence_s = silence_s
         self._nodes: dict[str, _Node] = {}
-        self._came: list[Connection] = []
+        self._accepted: list[Connection] = []
         self._count = 0
         self._closing_by_s: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -183,7 +183,7 @@ class RendezvousServer:
 
     def _admit(self, connection: Connection, _: PeerHello) -> None:
         connection.settimeout(_SEND_S)
-        self._came.append(connection)
+        self._accepted.append(connection)
         self.wake()
 
     def _serve(self) -> None:
@@ -197,7 +197,7 @@ class RendezvousServer:
             now_s = time.monotonic()
             if now_s - self._turned_s > HEARTBEAT_S + _STALL_S:
                 for node in self._nodes.values():
-                    node.heard_s = max(node.heard_s, now_s)
+                    node.last_received_s = max(node.last_received_s, now_s)
             self._turned_s = now_s
             until_s = min(now_s + HEARTBEAT_S, self._controller.deadline_s or math.inf)
             ready = self._selector.select(max(0.0, until_s - now_s))
@@ -206,7 +206,7 @@ class RendezvousServer:
                 if key.data is None:
                     self._welcome()
                 else:
-                    self._hear(key.data)
+                    self._receive(key.data)
             self._drop_silent_nodes(woken_s)
             self._carry(self._controller.tick(time.monotonic()))
         for node in list(self._nodes.values()):
@@ -214,14 +214,14 @@ class RendezvousServer:
 
     def _welcome(self) -> None:
         self._waiting.recv(4096)
-        while self._came:
-            connection = self._came.pop(0)
+        while self._accepted:
+            connection = self._accepted.pop(0)
             self._count += 1
             node = _Node(f"node-{self._count}", connection, time.monotonic())
             self._nodes[node.name] = node
             self._selector.register(connection, selectors.EVENT_READ, node)
 
-    def _hear(self, node: _Node) -> None:
+    def _receive(self, node: _Node) -> None:
         if node.name not in self._nodes:
             return
         try:
@@ -235,17 +235,17 @@ class RendezvousServer:
         if not data:
             self._drop(node, "its launcher has ended", has_ended=True)
             return
-        node.heard_s = time.monotonic()
+        node.last_received_s = time.monotonic()
         for message in messages:
-            if isinstance(message, AskTime):
-                self._send(node, TellTime(message.asked_ns, time.monotonic_ns()))
+            if isinstance(message, TimeRequest):
+                self._send(node, TimeResponse(message.requested_ns, time.monotonic_ns()))
             elif isinstance(message, Report):
                 self._report(node, message)
 
     def _report(self, node: _Node, report: Report) -> None:
         """Forwards a report to the controller. Drops the node if the controller raises an exception."""
         try:
-            orders = self._controller.reported(node.name, report, node.heard_s)
+            orders = self._controller.reported(node.name, report, node.last_received_s)
         except Exception as error:  # an error caused by one node must not close the rendezvous for the other nodes
             seen = f"{type(report).__name__}, which led to {type(error).__name__}: {error}"
             self._drop(node, f"its launcher sent a {seen}")
@@ -265,9 +265,9 @@ class RendezvousServer:
         `now_s`.
         """
         nodes = list(self._nodes.values())
-        elsewhere = [now_s - node.heard_s for node in nodes if node.is_elsewhere]
+        elsewhere = [now_s - node.last_received_s for node in nodes if node.is_elsewhere]
         for node in nodes:
-            silent_s = now_s - node.heard_s
+            silent_s = now_s - node.last_received_s
             if node.fault:
                 self._drop(node, node.fault)
             elif silent_s > self._silence_s and not (

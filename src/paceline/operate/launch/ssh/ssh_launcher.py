@@ -187,7 +187,7 @@ class SshLauncher:
         self._commands = commands
         self._names = names
         self._signals = Signals(signals)
-        self._console = Console(lambda: self._signals.has_come)
+        self._console = Console(lambda: self._signals.has_arrived)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._signals.fileno(), selectors.EVENT_READ)
         self._launchers: dict[int, LauncherProcess] = {}
@@ -265,7 +265,7 @@ class SshLauncher:
         for action in self._launch.take_actions():
             match action:
                 case ShowText(text):
-                    self._console.say(text)
+                    self._console.print_line(text)
                 case SendMessage(machine, message) if machine in self._launchers:
                     self._launchers[machine].send(message)
                 case Disconnect(machine) if machine in self._launchers:

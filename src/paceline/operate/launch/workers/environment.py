@@ -39,7 +39,7 @@ _HOROVODS = {
 _STAND_IN = Path(__file__).parents[3] / "interop" / "horovod" / "stand_in"  # contains a package `horovod`
 # Variables that other launchers set for their workers. Such a worker may have started this launcher.
 _OF_WORKERS = {
-    *("CGROUP", "COMPAT_TOLD", "COPIES", "ELASTIC_FD", "ERROR_FILE", "GATE", "JOB", "RECORD_DIR", "RECORD_FD"),
+    *("CGROUP", "COMPAT_REPORTED", "COPIES", "ELASTIC_FD", "ERROR_FILE", "GATE", "JOB", "RECORD_DIR", "RECORD_FD"),
     *("SECRET_FD", "STDIN", "STORE", "TERMINAL", "TORCH_STORE", "TORCH_STORE_REQUESTS", "WORKER"),
 }
 _NEAR = 0.75

@@ -69,7 +69,7 @@ class Forker:
         pass_fds: Sequence[int],
         descriptors: tuple[int, int] | None,
         selector: selectors.BaseSelector,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         modules: Sequence[str] | None,
         preload: Sequence[str] = (),
     ) -> None:
@@ -77,12 +77,12 @@ class Forker:
         self._pass_fds = pass_fds
         self._descriptors = descriptors
         self._selector = selector
-        self._say = say
+        self._print_line = print_line
         self._modules = tuple(modules or ())
         self._preload = tuple(preload)
         self._requests: deque[ForkRequest] = deque()
-        self._asked: ForkRequest | None = None
-        self._asked_s = 0.0
+        self._current: ForkRequest | None = None
+        self._requested_s = 0.0
         self._templates = 0
         self._is_ready = False
         self._opened_s = 0.0
@@ -95,24 +95,24 @@ class Forker:
     @property
     def deadline_s(self) -> float | None:
         """The time (monotonic) at which `tick` must be called, or None."""
-        if self._asked is not None:
-            return self._asked_s + _ANSWER_S
+        if self._current is not None:
+            return self._requested_s + _ANSWER_S
         return None if self._connection is None or self._is_ready else self._opened_s + _IMPORTS_S
 
     def tick(self, now_s: float) -> None:
         """Replaces a template process that does not respond."""
         if self.deadline_s is None or now_s < self.deadline_s:
             return
-        if self._asked is not None:
+        if self._current is not None:
             self._give_up(f"it has not answered for {_ANSWER_S:g} s", is_for_good=False)
         else:
             self._give_up(f"its imports take longer than {_IMPORTS_S:g} s", is_for_good=True)
-        self._go_on()
+        self._handle_next()
 
     def start(self, request: ForkRequest) -> None:
         """Starts a worker; `request.on_start` is called with its process id, now or later. May raise OSError."""
         self._requests.append(request)
-        self._go_on()
+        self._handle_next()
 
     def cancel(self) -> None:
         """Discards the requests for workers that have not been started."""
@@ -122,7 +122,7 @@ class Forker:
     def finish(self) -> None:
         """Discards all requests except one for a worker that is being forked, and stops the template. Idempotent."""
         self.cancel()
-        if self._asked is not None and self._connection is not None:
+        if self._current is not None and self._connection is not None:
             select.select([self._connection], [], [], _LAST_ANSWER_S)
             self.read()
         self.close()
@@ -136,8 +136,8 @@ class Forker:
                 return
             except OSError:
                 answer = b""
-            if self._asked is not None and len(answer) == 4:
-                request, self._asked = self._asked, None
+            if self._current is not None and len(answer) == 4:
+                request, self._current = self._current, None
                 self._started(request, int.from_bytes(answer, "little"))
             elif answer == template.READY:
                 self._is_ready = True
@@ -145,15 +145,15 @@ class Forker:
                 self._give_up_imports(answer.decode(errors="replace"))
             else:
                 self._give_up("it has ended", is_for_good=False)
-            self._go_on()
+            self._handle_next()
 
     def close(self) -> None:
         """Stops the template process. Idempotent."""
         self.cancel()
         self._disconnect()
-        if self._asked is not None:
-            _close_channel(self._asked)
-            self._asked = None
+        if self._current is not None:
+            _close_channel(self._current)
+            self._current = None
         if self._nothing >= 0:
             os.close(self._nothing)
             self._nothing = -1
@@ -176,19 +176,23 @@ class Forker:
         bind_process(self._process.pid, None, self._descriptors)
         self._selector.register(self._connection, selectors.EVENT_READ, self.read)
 
-    def _go_on(self) -> None:
+    def _handle_next(self) -> None:
         if self._connection is None:
             while self._requests:
                 self._interpret(self._requests.popleft())
-        elif self._is_ready and self._asked is None and self._requests:
-            self._asked, self._asked_s = self._requests.popleft(), time.monotonic()
-            wanted = {"argv": self._asked.argv, "variables": dict(self._asked.variables), "cores": self._asked.cores}
+        elif self._is_ready and self._current is None and self._requests:
+            self._current, self._requested_s = self._requests.popleft(), time.monotonic()
+            wanted = {
+                "argv": self._current.argv,
+                "variables": dict(self._current.variables),
+                "cores": self._current.cores,
+            }
             with open(memfd_create("paceline-worker"), "w") as file:  # the arguments may not fit into a datagram
                 json.dump(wanted, file)
                 file.flush()
                 file.seek(0)
                 with contextlib.suppress(OSError):  # `read` detects that the template has exited
-                    fds = [file.fileno(), *self._asked.fds(self._nothing)]
+                    fds = [file.fileno(), *self._current.fds(self._nothing)]
                     socket.send_fds(self._connection, [template.READY], fds)
 
     def _interpret(self, request: ForkRequest) -> None:
@@ -213,23 +217,23 @@ class Forker:
 
     def _give_up_imports(self, reason: str) -> None:
         """Continues without the user's modules or, if there are none, without forking."""
-        asked, self._preload = self._preload, ()
-        if asked:
-            reason += f", so --preload {','.join(asked)} is ignored"
-        self._give_up(reason, is_for_good=not asked)
+        preload, self._preload = self._preload, ()
+        if preload:
+            reason += f", so --preload {','.join(preload)} is ignored"
+        self._give_up(reason, is_for_good=not preload)
 
     def _give_up(self, reason: str, is_for_good: bool) -> None:
         """Replaces the template process, or starts new interpreters from now on."""
         pid = self._process.pid if self._process is not None else 0
         self._disconnect()
-        if self._asked is not None:
-            self._requests.appendleft(self._asked)
-            self._asked = None
+        if self._current is not None:
+            self._requests.appendleft(self._current)
+            self._current = None
         what = f"workers cannot be forked from process {pid}: {reason}"
         if is_for_good or self._templates >= _MOST_TEMPLATES:
-            self._say(f"{what}. Each worker is a new interpreter from now on, which takes longer to start")
+            self._print_line(f"{what}. Each worker is a new interpreter from now on, which takes longer to start")
         else:
-            self._say(f"{what}; starting another")
+            self._print_line(f"{what}; starting another")
             self._open()
 
     def _disconnect(self) -> None:
@@ -238,7 +242,7 @@ class Forker:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            if self._is_ready and self._asked is None:  # the template exits by itself; its group may contain a worker
+            if self._is_ready and self._current is None:  # the template exits by itself; its group may contain a worker
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_LAST_ANSWER_S)
             if self._process.poll() is None:

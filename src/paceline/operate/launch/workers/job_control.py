@@ -27,7 +27,7 @@ class Signals:
         os.set_blocking(self._writing, False)
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._caught = {number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
-        self.has_come = False  # set by the signal handler, even while the event loop is busy
+        self.has_arrived = False  # set by the signal handler, even while the event loop is busy
         self._before = {number: signal.signal(number, self._on_signal) for number in self._caught}
         for number in others:
             if number not in self._before and signal.getsignal(number) is not signal.SIG_IGN:
@@ -35,7 +35,7 @@ class Signals:
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def _on_signal(self, *_: object) -> None:
-        self.has_come = True
+        self.has_arrived = True
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable after a signal has arrived."""

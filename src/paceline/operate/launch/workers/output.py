@@ -119,9 +119,9 @@ class LogFile:
         OSError: the file cannot be created.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, print_line: Callable[[str], None]) -> None:
         self._path = path
-        self._say = say
+        self._print_line = print_line
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(append_to(str(path)), "ab", buffering=0)
@@ -143,7 +143,9 @@ class LogFile:
                 data = data[self._file.write(data) :]
         except OSError as error:
             self._file.close()
-            self._say(f"{self._path}: {error.strerror}; the rest of the output is not stored there; the job continues")
+            self._print_line(
+                f"{self._path}: {error.strerror}; the rest of the output is not stored there; the job continues"
+            )
 
     def tail(self, nbytes: int) -> bytes:
         """Returns the end, at most `nbytes` bytes, of what was added since the file was opened, even after `close`."""
@@ -269,7 +271,7 @@ class Console:
         end = [line.strip().encode(errors="backslashreplace") for line in text.splitlines() if line.strip()]
         return all(any(line in shown for shown in latest) for line in end[-_LINES_COMPARED:])
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Writes a line from the launcher itself to stderr."""
         self.writer(2)(f"paceline: {text}\n".encode(errors="backslashreplace"))
 
@@ -285,7 +287,7 @@ class Logs:
     """The output of a job. Files are created on demand in DIRECTORY/attempt_N/RANK/.
 
     `listener` creates an additional sink for a rank's stream (1 or 2). This sink receives output that is only written
-    to a file if `hears_all` is set.
+    to a file if `receives_all` is set.
     """
 
     def __init__(
@@ -295,13 +297,13 @@ class Logs:
         console: Console,
         word: str = "rank",
         listener: Callable[[int, int], LinePrefixer] | None = None,
-        hears_all: bool = True,
+        receives_all: bool = True,
     ) -> None:
         self._output = output
         self._console = console
         self._word = word
         self._listener = listener
-        self._hears_all = hears_all and listener is not None
+        self._receives_all = receives_all and listener is not None
         if output.needs_files and directory is None:
             directory = Path(tempfile.mkdtemp(prefix="paceline-logs-"))
         self.directory = directory if output.needs_files else None
@@ -330,7 +332,7 @@ class Logs:
         is_shown = (is_copied or not is_redirected) and (not output.shown or local_rank in output.shown)
         words = output.stdout_words if which is Streams.OUT else output.stderr_words
         file = self._open(attempt, str(rank), _NAMES[which]) if is_redirected or is_copied else None
-        if file is not None and not is_shown and not words and not self._hears_all:
+        if file is not None and not is_shown and not words and not self._receives_all:
             return file, None, None
         sinks = [] if self._listener is None else [self._listener(rank, which.value)]
         screen = self._console.screen(which.value)
@@ -352,7 +354,7 @@ class Logs:
 
     def _open(self, attempt: int, folder: str, name: str) -> LogFile:
         assert self.directory is not None
-        return LogFile(self.directory / f"attempt_{attempt}" / folder / f"{name}.log", self._console.say)
+        return LogFile(self.directory / f"attempt_{attempt}" / folder / f"{name}.log", self._console.print_line)
 
 
 class WorkerOutput:

@@ -81,7 +81,7 @@ def start_workers(
     context: WorkerContext,
     *,
     selector: selectors.BaseSelector,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     on_start: Callable[[int], None],
     on_exception: Callable[[WorkerFailure], None],
     on_failure: Callable[[WorkerFailure], None],
@@ -91,7 +91,12 @@ def start_workers(
     # and `Cleanup` searches this file for the generation's mark to find the remaining processes. If a template were
     # reused, these processes could not be distinguished from the template and the workers of the next generation.
     forker = Forker(
-        context.environment, context.pass_fds, allow_descriptors(job.workers), selector, say, modules_to_fork(job)
+        context.environment,
+        context.pass_fds,
+        allow_descriptors(job.workers),
+        selector,
+        print_line,
+        modules_to_fork(job),
     )
     generation = WorkerGroup(
         start.generation,
@@ -231,7 +236,7 @@ class MachineResources:
         workers = job.workers * job.slot[1]
         gpus = count_gpus()
         cores = cores_of_workers(job.binding, workers, gpus) if job.binding is not None else None
-        if workers == 1 and not job.binding_is_asked_for:
+        if workers == 1 and not job.is_binding_requested:
             cores = None  # a single worker may use all cores
         return cls(workers, gpus, cores, threads_per_worker(allowed_cores(), workers, os.environ))
 
@@ -254,7 +259,7 @@ class MachineResources:
             if self.cores is not None:
                 bound = f" on cores {' | '.join(map(format_cpulist, self.cores[:16]))} (--no-pin: on any)"
             lines.append(f"OMP_NUM_THREADS={self.threads} for each of {self.workers} workers{bound}")
-        if self.cores is None and job.binding_is_asked_for:
+        if self.cores is None and job.is_binding_requested:
             lines.append(
                 f"--numa-binding exclusive: {self.workers} workers need more cores than this machine has; none is bound"
             )

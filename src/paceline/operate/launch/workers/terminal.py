@@ -101,18 +101,18 @@ class Rows:
         ended, self._rows = self._rows[:count], self._rows[count:]
         self._at -= count
         self._before += ended[-_REMEMBERED:]
-        return _news(ended)
+        return _changed_lines(ended)
 
     def changed(self) -> list[bytes]:
         """Returns the texts of live rows that have changed since they were last returned."""
-        return _news(self._rows)
+        return _changed_lines(self._rows)
 
     def end(self) -> list[bytes]:
         """Finalizes all rows and starts a new one; returns the rows whose text has not been returned before."""
         self._rows[self._at].text += self._rest
         ended = self._rows
         self._begin()
-        return _news(ended)
+        return _changed_lines(ended)
 
     def erase(self, columns: int) -> bytes:
         """Returns the bytes that move the cursor to the first live row and clear the terminal from there."""
@@ -204,7 +204,7 @@ def _upwards(rows: int) -> bytes:
     return b"\x1b[%dA" % rows if rows else b""
 
 
-def _news(rows: list[_Row]) -> list[bytes]:
+def _changed_lines(rows: list[_Row]) -> list[bytes]:
     texts = []
     for row in rows:
         if row.text != row.reported:

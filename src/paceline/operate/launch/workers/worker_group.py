@@ -127,7 +127,7 @@ class WorkerGroup:
         self._killed: list[tuple[float, int]] = []  # time and peak memory of workers killed for lack of memory
         self._grace_s = shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # time (monotonic) and number of the next signal
-        self._asked_s: float | None = None  # time of day at which the workers were asked to exit
+        self._requested_s: float | None = None  # time of day at which the workers were asked to exit
         self._report_s: float | None = None  # time (monotonic) at which to report the first failure, if delayed
 
     def start(self, spec: WorkerSpec) -> None:
@@ -141,7 +141,7 @@ class WorkerGroup:
         self._watch_exit(spec.started(pid), spec.outputs)
         if len(self.workers) == self._size:
             self._forker.close()
-        if self._asked_s is not None:  # the workers were asked to exit while this one was being forked
+        if self._requested_s is not None:  # the workers were asked to exit while this one was being forked
             self.workers[-1].signal(signal.SIGKILL)
 
     def _start_no_more(self) -> None:
@@ -262,7 +262,9 @@ class WorkerGroup:
         if code == 0:
             return
         record = read_record(worker.error_file)
-        if self._asked_s is not None and ended_as_asked(code, record, self._asked_s, is_first=not self.failures):
+        if self._requested_s is not None and ended_as_requested(
+            code, record, self._requested_s, is_first=not self.failures
+        ):
             return
         failure = failure_of(worker, code, record, self._memory, output)
         failure = self._in_order(failure, worker.peak_bytes or 0)
@@ -292,17 +294,17 @@ class WorkerGroup:
         self._on_failure(first_failure(self.failures))
 
     def _signal(self, number: int) -> None:
-        if self._asked_s is None:
-            self._asked_s = time.time()
+        if self._requested_s is None:
+            self._requested_s = time.time()
         self.signal(number)
         self.signal(signal.SIGCONT)  # a stopped worker receives the signal now, before its program continues
 
 
-def ended_as_asked(code: int, record: Record | None, asked_s: float, is_first: bool) -> bool:
-    """Returns True if a worker with a nonzero exit code exited because of the stop request at `asked_s` (time of day).
+def ended_as_requested(code: int, record: Record | None, requested_s: float, is_first: bool) -> bool:
+    """Returns True if a worker exited with a nonzero code because of the stop request at time `requested_s` (time of day).
 
     A worker that had already raised an exception, and was merely slow to exit, may be the cause of other failures.
     """
-    if record is not None and record.time_s < asked_s and record.kind != "KeyboardInterrupt":
+    if record is not None and record.time_s < requested_s and record.kind != "KeyboardInterrupt":
         return False
     return is_first or (record is None and code in (-signal.SIGTERM, -signal.SIGKILL))

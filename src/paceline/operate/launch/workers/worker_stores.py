@@ -32,11 +32,11 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0 disables the plug-in that reque
 class WorkerStores:
     """The stores served by this machine's launcher. Workers use only those on the machine with rank 0."""
 
-    def __init__(self, job: Job, address: str, secret: bytes | None, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, address: str, secret: bytes | None, print_line: Callable[[str], None]) -> None:
         self._job = job
         self._address = address
         self._secret = secret
-        self._say = say
+        self._print_line = print_line
         self._torch_socket: socket.socket | None = None  # bound, but not listening until a worker requests the store
         self._requests = -1  # named pipe for requests to open torch's store
         self._listener: ListeningEndpoint | None = None
@@ -56,7 +56,9 @@ class WorkerStores:
             except PortInUseError as error:
                 if job.port is None:
                     raise
-                self._say(f"no store can be served at MASTER_PORT, which env:// of torch.distributed needs: {error}")
+                self._print_line(
+                    f"no store can be served at MASTER_PORT, which env:// of torch.distributed needs: {error}"
+                )
         if job.rendezvous.address is not None and self._listener is None:
             self._listener = listen(self._address, 0, self._secret)
         torch_port = job.port if self._torch_socket is None else self._torch_socket.getsockname()[1]
@@ -104,7 +106,9 @@ class WorkerStores:
             self._torch_server = _core.StoreServer(os.dup(self._torch_socket.fileno()))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:  # if the port is in use, the program serves its own store there
-                self._say(f"no store can be served at MASTER_PORT, which env:// of torch.distributed needs: {error}")
+                self._print_line(
+                    f"no store can be served at MASTER_PORT, which env:// of torch.distributed needs: {error}"
+                )
         self._torch_socket.close()
         self._torch_socket = None
 

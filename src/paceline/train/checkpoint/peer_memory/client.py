@@ -37,12 +37,12 @@ class CacheClient:
 
     def listen(self) -> protocol.CacheAddress:
         """Returns the identity of the cache, and its address for other hosts."""
-        return self._ask(protocol.GetAddress(), protocol.CacheAddress)
+        return self._request(protocol.GetAddress(), protocol.CacheAddress)
 
     def begin(self, wanted: protocol.BeginCopy) -> None:
         """Announces a checkpoint and the number of bytes that will be written."""
         failpoint("copies.begin")
-        self._ask(wanted, protocol.RequestCompleted)
+        self._request(wanted, protocol.RequestCompleted)
 
     def write(self, root: str, token: str, file: str, views: Sequence[memoryview]) -> None:
         """Appends bytes to a file without waiting for a response. Errors are raised by `finish`."""
@@ -57,7 +57,7 @@ class CacheClient:
     def finish(self, root: str, token: str, file: str) -> None:
         """Completes a file, and returns when the cache has all of it."""
         failpoint("copies.finish")
-        self._ask(protocol.Finish(root, token, file, self._totals.pop(file, 0)), protocol.RequestCompleted)
+        self._request(protocol.Finish(root, token, file, self._totals.pop(file, 0)), protocol.RequestCompleted)
 
     def commit(
         self, root: str, token: str, manifest: bytes, files: Mapping[str, int], vaults: Mapping[str, str]
@@ -65,15 +65,15 @@ class CacheClient:
         """Sends the manifest, which completes the checkpoint."""
         failpoint("copies.commit")
         commit = protocol.Commit(root, token, files, vaults, len(manifest))
-        self._ask(commit, protocol.RequestCompleted, [manifest])
+        self._request(commit, protocol.RequestCompleted, [manifest])
 
     def look(self, root: str) -> protocol.Inventory:
         """Returns the inventory of the cache for one root."""
-        return self._ask(protocol.ListCheckpoints(root), protocol.Inventory)
+        return self._request(protocol.ListCheckpoints(root), protocol.Inventory)
 
     def manifest(self, root: str, token: str) -> bytes:
         """Returns the manifest of a checkpoint."""
-        answer = self._ask(protocol.GetManifest(root, token), protocol.Bytes)
+        answer = self._request(protocol.GetManifest(root, token), protocol.Bytes)
         data = bytearray(answer.nbytes)
         with self._reaching():
             protocol.receive_into(self._connection, memoryview(data))
@@ -81,12 +81,12 @@ class CacheClient:
 
     def read_into(self, root: str, token: str, file: str, offset: int, buffer: memoryview) -> int:
         """Fills a buffer from a byte offset in a file; returns the number of bytes read."""
-        answer = self._ask(protocol.Read(root, token, file, offset, len(buffer)), protocol.Bytes)
+        answer = self._request(protocol.Read(root, token, file, offset, len(buffer)), protocol.Bytes)
         with self._reaching():
             protocol.receive_into(self._connection, buffer[: answer.nbytes])
         return answer.nbytes
 
-    def _ask(self, request: protocol.Request, kind: type[A], views: Sequence[bytes] = ()) -> A:
+    def _request(self, request: protocol.Request, kind: type[A], views: Sequence[bytes] = ()) -> A:
         with self._reaching():
             protocol.send(self._connection, request, views)
             answer = protocol.receive_answer(self._connection)

@@ -129,7 +129,7 @@ class Coordinator:
         """
         known = merge_reports(reports)
         handover.resume(self._job, known, now_s)
-        self._job.say(handover.succession(known, int(self._home or 0)))
+        self._job.notify(handover.succession(known, int(self._home or 0)))
         self._is_resuming = True
         for report in reports:
             self.machine_returned(report, now_s, addresses.get(report.number, ""), stores.get(report.number, ""))
@@ -145,7 +145,7 @@ class Coordinator:
         were committed. This coordinator then issues no more orders and resigns, so that the launchers elect a
         coordinator that also requires a quorum of these views.
         """
-        machine, known = str(report.number), report.knowledge
+        machine, known = str(report.number), report.job_state
         if known.term > self._job.views.term and self._job.over is None:
             return self._resign(f"{report.host} is back, and has followed machine {known.coordinator}", now_s)
         was_resuming, self._is_resuming = self._is_resuming, True
@@ -153,7 +153,7 @@ class Coordinator:
         if (found := self._registry.machines.get(machine)) is not None:
             found.has_begun, found.replicated, found.is_leaving = True, None, report.is_leaving
             if not was_resuming:
-                self._job.say(f"{found.host} is back")
+                self._job.notify(f"{found.host} is back")
         for worker in report.workers:
             self.worker_started(worker.uid, machine, now_s, worker.messages)
             if worker.stalled is not None:
@@ -171,7 +171,7 @@ class Coordinator:
         self._job.quiet_until_s = max(self._job.quiet_until_s, until_s)
         return self._job.views.latest is None
 
-    def machine_knows(self, machine: str, generation: int, now_s: float) -> CoordinatorOrders:
+    def machine_replicated(self, machine: str, generation: int, now_s: float) -> CoordinatorOrders:
         """Records that the machine's launcher has stored the replicated state with views up to `generation`."""
         found = self._registry.machines.get(machine)
         if found is not None:
@@ -214,7 +214,7 @@ class Coordinator:
         if found is None or not found.is_reachable:
             return []
         found.is_reachable, found.lost_s = False, now_s - silent_s
-        self._job.say(f"{found.host} cannot be reached: {why}")
+        self._job.notify(f"{found.host} cannot be reached: {why}")
         rules.begin_machines(self._job)
         return self._settle(now_s)
 
@@ -236,7 +236,7 @@ class Coordinator:
         for worker in self._registry.workers.values():
             if worker.machine is found and worker.lives:
                 worker.ended, worker.was_drained = f"its machine left: {why}", False
-        self._job.say(f"{found.host} left: {why}")
+        self._job.notify(f"{found.host} left: {why}")
         rules.begin_machines(self._job)
         return self._settle(now_s)
 
@@ -287,7 +287,7 @@ class Coordinator:
             return []
         if worker.stalled is None:
             worker.stalled = why
-            self._job.say(worker.absence)
+            self._job.notify(worker.absence)
         return self._settle(now_s)
 
     def worker_ended(self, uid: str, how: str, exit_code: int, now_s: float) -> CoordinatorOrders:
@@ -298,7 +298,7 @@ class Coordinator:
         worker.ended, worker.exit_code = how, exit_code
         return self._settle(now_s)
 
-    def worker_said(self, uid: str, message: FromWorker, now_s: float) -> CoordinatorOrders:
+    def handle_worker_message(self, uid: str, message: FromWorker, now_s: float) -> CoordinatorOrders:
         """Handles a worker's message. The messages from one worker must arrive in the order in which it sent them."""
         worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives or worker.phase is WorkerPhase.DISMISSED:
@@ -327,7 +327,7 @@ class Coordinator:
         job.release()
         rules.fence(job)
         if retirement is not None and handover.may_hand_over(job, retirement, now_s):
-            handover.tell_successor(job, retirement, now_s)
+            handover.notify_successor(job, retirement, now_s)
             job.due_s = [handover.deadline_s(retirement)]
         self._lacks_quorum_s = (self._lacks_quorum_s or now_s) if job.lacks_quorum else None
         self.resigns_s = None if self._lacks_quorum_s is None else self._lacks_quorum_s + RESIGN_S
@@ -369,7 +369,7 @@ class Coordinator:
     def _give_way(self, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders:
         """Hands over to the successor. The machines report all later events to the successor, which handles them."""
         self._job.orders = []
-        orders = handover.tell_others(self._job, retirement, now_s)
+        orders = handover.notify_others(self._job, retirement, now_s)
         self._lacks_quorum_s = self.resigns_s = None
         self.deadline_s = None if retirement.is_over else handover.deadline_s(retirement)
         return [] if orders is None else [*handover.replication_orders(self._job, int(retirement.home.name)), *orders]

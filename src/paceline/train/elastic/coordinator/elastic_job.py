@@ -113,13 +113,13 @@ class ElasticJob:
     quiet_until_s: float = 0.0  # the earliest time for the first view
     _last_text: str = ""
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Adds a sentence for the user, unless it repeats the previous one."""
         if text != self._last_text:
             self._last_text = text
             self.orders.append(NotifyOrder(text))
 
-    def tell(self, worker: WorkerRecord, message: ToWorker) -> None:
+    def send(self, worker: WorkerRecord, message: ToWorker) -> None:
         """Adds a message for a worker, if the worker is reachable."""
         if worker.lives and worker.machine.is_reachable:
             self.orders.append(SendOrder(worker.machine.name, worker.uid, message))
@@ -127,7 +127,7 @@ class ElasticJob:
     def dismiss(self, worker: WorkerRecord, reason: str, code: int = 0) -> None:
         """Orders a worker to exit."""
         worker.phase = WorkerPhase.DISMISSED
-        self.tell(worker, ExitRequest(reason, code))
+        self.send(worker, ExitRequest(reason, code))
 
     def dismiss_needless(self, worker: WorkerRecord) -> bool:
         """Dismisses a worker that was asked to leave, or any worker while the job ends; returns whether it did."""
@@ -157,25 +157,25 @@ class ElasticJob:
             return
         self.withheld = None
         for worker in recipients:
-            self.tell(worker, view)
+            self.send(worker, view)
 
     def remind(self, worker: WorkerRecord) -> None:
         """Repeats the messages that a worker may have missed."""
         if worker.phase is WorkerPhase.DISMISSED:
-            self.tell(worker, ExitRequest("the job no longer needs it"))
+            self.send(worker, ExitRequest("the job no longer needs it"))
             return
         base, latest = self.views.base, self.views.latest
         if self.withheld is not None:
             self.withheld.append(worker)
             latest = None
         elif base is not None and base is not latest and worker.uid in base.members:
-            self.tell(worker, base)
+            self.send(worker, base)
         if latest is not None:
-            self.tell(worker, latest)
+            self.send(worker, latest)
         for transfer in self.open_transfers() if worker in self.views.team else ():
-            self.tell(worker, transfer)
+            self.send(worker, transfer)
         for offer in worker.offers:
-            self.tell(worker, offer)
+            self.send(worker, offer)
 
     def open_transfers(self) -> list[StateTransfer]:
         """Returns the transfers whose receivers are not known to have caught up, oldest first."""

@@ -246,7 +246,7 @@ def merge_reports(reports: Iterable[MachineReport]) -> ReplicatedJobState:
     """
     known = list(reports)
     dead = ReplicatedJobState(dead=tuple(uid for report in known for uid, _, _ in report.ended))
-    merged = merge_job_states([dead, *(report.knowledge for report in known)])
+    merged = merge_job_states([dead, *(report.job_state for report in known)])
     entered = {
         message.generation
         for report in known

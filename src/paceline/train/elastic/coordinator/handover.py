@@ -40,16 +40,16 @@ def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
     """
     if not job.views.since_complete or job.over is not None:
         return []
-    knowledge = _knowledge(job, home)
+    job_state = _replicated_state(job, home)
     orders: CoordinatorOrders = []
     for machine in job.registry.machines.values():
-        if machine.is_reachable and machine.replicated != knowledge:
-            machine.replicated = knowledge
-            orders.append(ReplicateOrder(machine.name, knowledge))
+        if machine.is_reachable and machine.replicated != job_state:
+            machine.replicated = job_state
+            orders.append(ReplicateOrder(machine.name, job_state))
     return orders
 
 
-def _knowledge(job: ElasticJob, home: int) -> ReplicatedJobState:
+def _replicated_state(job: ElasticJob, home: int) -> ReplicatedJobState:
     views, workers = job.views, job.registry.workers
     members = {uid for view in views.since_complete for uid in view.members}
     machines = sorted(job.registry.machines.values(), key=lambda machine: int(machine.name))
@@ -163,7 +163,7 @@ def may_hand_over(job: ElasticJob, retirement: CoordinatorHandover, now_s: float
     return not job.lacks_quorum
 
 
-def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
+def notify_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
     """Orders the successor to become a candidate. From then on, this machine is treated as having left the job."""
     successor, home = retirement.successor, retirement.home
     assert successor is not None
@@ -172,7 +172,7 @@ def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: floa
     job.orders.append(HandoverOrder(successor.name, int(successor.name)))
 
 
-def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
+def notify_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
     """Returns the orders that complete the handover, or None until the successor is a candidate or is late."""
     successor = retirement.successor
     assert successor is not None

@@ -103,7 +103,7 @@ def start_transfers(job: ElasticJob) -> None:
     if views.latest is None or views.latest.must_wait:
         return
     for receiver in job.registry.ready():
-        if receiver.learns and not receiver.has_caught_up and not _may_be_given(job, receiver):
+        if receiver.can_catch_up and not receiver.has_caught_up and not _may_be_given(job, receiver):
             _begin(job, receiver)
 
 
@@ -116,7 +116,7 @@ def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
     views = job.views
     is_idle = views.latest is not None and views.latest.must_wait
     is_idle = is_idle or all(worker.leaving is not None for worker in views.team)
-    return [worker for worker in job.registry.ready() if is_idle or worker.has_caught_up or not worker.learns]
+    return [worker for worker in job.registry.ready() if is_idle or worker.has_caught_up or not worker.can_catch_up]
 
 
 def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady) -> None:
@@ -131,8 +131,8 @@ def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady
 
 def mark_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None:
     """Marks a receiver that has caught up as ready, even if a view has excluded it in the meantime."""
-    worker.has_caught_up = worker.learns
-    if worker.phase is WorkerPhase.OUTSIDE and worker.learns and not job.dismiss_needless(worker):
+    worker.has_caught_up = worker.can_catch_up
+    if worker.phase is WorkerPhase.OUTSIDE and worker.can_catch_up and not job.dismiss_needless(worker):
         worker.phase, worker.ready_s = WorkerPhase.READY, now_s
 
 
@@ -143,7 +143,7 @@ def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: WorkerReady) 
     """
     if worker.phase not in (WorkerPhase.OUTSIDE, WorkerPhase.READY):
         return
-    worker.learns = message.learns
+    worker.can_catch_up = message.can_catch_up
     known = job.transfers.pop(worker.uid, worker.transfer)
     if known is None or message.after >= known.number:
         worker.has_caught_up, worker.transfer = False, None
@@ -165,10 +165,10 @@ def _offer(
         offer = TransferOffer(message.transfer, sender, message.round, message.address)
         if offer not in receiver.offers:
             receiver.offers.append(offer)
-            job.tell(receiver, offer)
+            job.send(receiver, offer)
     else:
         receiver.refusals.add(sender)
-        receiver.learns = not receiver.refusals.issuperset(transfer.senders)
+        receiver.can_catch_up = not receiver.refusals.issuperset(transfer.senders)
 
 
 def _may_be_given(job: ElasticJob, receiver: WorkerRecord) -> bool:
@@ -192,7 +192,7 @@ def _begin(job: ElasticJob, receiver: WorkerRecord) -> None:
     transfer = StateTransfer(job.views.next_number(), receiver.uid, tuple(member.uid for member in chosen))
     receiver.transfer, receiver.refusals, receiver.offers = transfer, set(), []
     for member in job.views.team:
-        job.tell(member, transfer)
+        job.send(member, transfer)
 
 
 def change_membership(job: ElasticJob, now_s: float) -> bool:
@@ -247,7 +247,7 @@ def _are_too_few(job: ElasticJob, latest: View, now_s: float) -> bool:
     few = f"{len(latest.members)} of at least {job.policy.min_workers} workers are left"
     if job.few_s is None:
         job.few_s = now_s
-        job.say(f"{few}; waiting for more")
+        job.notify(f"{few}; waiting for more")
     until_s = job.few_s + job.policy.join_timeout_s
     job.due_s.append(until_s)
     if not job.can_grow():
@@ -307,7 +307,7 @@ def refuse_worker(job: ElasticJob, worker: WorkerRecord, expected: str) -> None:
     host = worker.machine.host
     differences = differences_of(worker.fingerprint, expected)
     reason = f"worker {worker.uid} on {host} would compute other results than the job's members: {differences}"
-    job.say(reason)
+    job.notify(reason)
     job.dismiss(worker, f"{reason}. Use identical machines, programs and settings", 2)
     if worker.machine.replaces:
         worker.machine.replaces = False
@@ -342,11 +342,11 @@ def why_forced(job: ElasticJob, now_s: float) -> str | None:
     if views.must_meet:
         return "not all members had entered the last view when its coordinator was lost"
     for worker in views.base_team:
-        if _may_come_back(job, worker, now_s):
+        if _may_return(job, worker, now_s):
             continue
         if not worker.trains and not worker.has_finished and not (worker.has_left_well and worker not in views.team):
             return worker.absence
-    gone = [member for member in views.newcomers if not member.trains and not _may_come_back(job, member, now_s)]
+    gone = [member for member in views.newcomers if not member.trains and not _may_return(job, member, now_s)]
     if job.ending_s is None and gone:
         return gone[0].absence
     if views.latest is not None and not views.latest.is_planned:
@@ -360,7 +360,7 @@ def why_forced(job: ElasticJob, now_s: float) -> str | None:
     return None
 
 
-def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
+def _may_return(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
     """Returns True if a worker's machine has been unreachable only for a short time.
 
     The worker may still be training. If it is not, the workers connected to it will soon report broken connections.
@@ -402,7 +402,7 @@ def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
         job.end(EndOrder(1, f"{again}, though all workers live. They report: {reasons}"))
         return True
     job.held = None
-    job.say(f"{len(sources)} workers continue: {why}" if len(sources) > 1 else f"1 worker continues: {why}")
+    job.notify(f"{len(sources)} workers continue: {why}" if len(sources) > 1 else f"1 worker continues: {why}")
     job.give([worker for worker in sources if worker.leaving is None] or sources, is_planned=False)
     return True
 
@@ -428,14 +428,14 @@ def _nobody_left(job: ElasticJob, now_s: float) -> bool:
         job.lacks_quorum = not job.views.is_allowed()
         if stopped := [worker for worker in away if worker.is_stopped]:
             why = "it is stopped, and no other worker holds the job's state; send it SIGCONT"
-            _tell_whom_it_waits_for(job, stopped, why, now_s)
+            _report_missing(job, stopped, why, now_s)
             return False
         return _must_end(job, away, "no other worker holds the job's state", now_s)
     unsure = [worker for worker in job.views.newcomers if worker.trains]
     if unsure and _wait_for(job, unsure, "they may hold the job's state", now_s, job.policy.hope_s):
         return False
     if not job.views.may_have_begun():
-        job.say("all workers ended before the first round; the job starts again")
+        job.notify("all workers ended before the first round; the job starts again")
         job.views.forget()
         job.breaks.answered()
         job.fingerprint = job.held = None
@@ -458,18 +458,18 @@ def _must_end(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: flo
 
 def _wait_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float, timeout_s: float) -> bool:
     """Reports, but only once, which workers the job is waiting for; returns False after `timeout_s`."""
-    _tell_whom_it_waits_for(job, missing, why, now_s)
+    _report_missing(job, missing, why, now_s)
     job.due_s.append(job.held_s + timeout_s)
     return now_s < job.held_s + timeout_s
 
 
-def _tell_whom_it_waits_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float) -> None:
+def _report_missing(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float) -> None:
     text = f"waiting for {', '.join(member.uid for member in missing)}: {why}"
     if job.held is None:
         job.held_s = now_s
     if job.held != text:
         job.held = text
-        job.say(text)
+        job.notify(text)
         for worker in job.views.concerned:
             if worker.trains:
-                job.tell(worker, WaitNotice(text))
+                job.send(worker, WaitNotice(text))

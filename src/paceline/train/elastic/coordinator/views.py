@@ -181,8 +181,10 @@ class Views:
             return True
         workers, latest = self.registry.workers, self.latest.generation
         dead = [worker.uid for worker in workers.values() if not worker.lives]
-        know = {worker.uid for worker in workers.values() if worker.machine.known >= latest} | {*self.latest.members}
-        return all(has_quorum(view.members, dead, know) for view in self.since_complete if view is not self.latest)
+        informed = {worker.uid for worker in workers.values() if worker.machine.known >= latest} | {
+            *self.latest.members
+        }
+        return all(has_quorum(view.members, dead, informed) for view in self.since_complete if view is not self.latest)
 
     def is_on_its_way_to(self, store: str) -> bool:
         """Returns True if members of the latest view are about to use `store` for their rendezvous."""

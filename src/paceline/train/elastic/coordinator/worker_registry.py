@@ -47,7 +47,7 @@ class WorkerRecord:
     phase: WorkerPhase = WorkerPhase.OUTSIDE
     fingerprint: str = ""  # identical on all workers whose results are bitwise equal
     ready_s: float = 0.0  # the time at which the worker became ready
-    learns: bool = False  # whether the worker can catch up while others train (see `membership_rules.py`)
+    can_catch_up: bool = False  # whether the worker can catch up while others train (see `membership_rules.py`)
     has_caught_up: bool = False
     transfer: StateTransfer | None = None  # the state transfer to the worker
     refusals: set[str] = field(default_factory=set)  # the names of the senders that cannot serve the transfer

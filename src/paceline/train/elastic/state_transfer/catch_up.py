@@ -92,7 +92,7 @@ class RemoteLog:
         senders: The connections to the senders' children, all of which serve the same results.
         on_near: A function that is called with the round number once the receiver can be admitted.
         check: A function that is called during waits, and may raise an error.
-        may_come: A function that returns whether a receiver that has caught up may be admitted. It is called until it
+        may_join: A function that returns whether a receiver that has caught up may be admitted. It is called until it
             returns True.
 
     Attributes:
@@ -104,10 +104,10 @@ class RemoteLog:
         senders: list[Connection],
         on_near: Callable[[int], None],
         check: Callable[[], None],
-        may_come: Callable[[], bool] = lambda: True,
+        may_join: Callable[[], bool] = lambda: True,
     ) -> None:
         self._senders = senders
-        self._on_near, self._check, self._may_come = on_near, check, may_come
+        self._on_near, self._check, self._may_join = on_near, check, may_join
         self._generation = 0  # the last view that, according to the log, the members have entered
         self._pursuit = AdmissionTest()
         self.is_near = False
@@ -192,7 +192,7 @@ class RemoteLog:
                     raise BrokenTransferError(f"{type(head).__name__} instead of a result")
 
     def _near(self, round_number: int) -> None:
-        if not self.is_near and (self._pursuit.is_hopeless or self._may_come()):
+        if not self.is_near and (self._pursuit.is_hopeless or self._may_join()):
             self.is_near = True
             self._on_near(round_number)
 
@@ -233,9 +233,9 @@ class CatchUp:
     ) -> None:
         self._connection = connection
         self._enter, self._end = enter, end
-        self._replay = RemoteLog(received.senders, self._is_near, self._check, self._may_come)
+        self._replay = RemoteLog(received.senders, self._is_near, self._check, self._may_join)
 
-    def _may_come(self) -> bool:
+    def _may_join(self) -> bool:
         """Returns True if this worker may be admitted once it has caught up."""
         return True
 
@@ -248,7 +248,7 @@ class CatchUp:
         if (order := self._connection.dismissed) is not None:
             self._end(order.reason, order.code)
 
-    def _comes_in(self, generation: int, holds: Callable[[], int]) -> bool:
+    def _is_admitted(self, generation: int, holds: Callable[[], int]) -> bool:
         """Enters the members' view, or a forced view that replaced it; returns False if this worker is excluded.
 
         `holds` returns the round whose initial state this worker has.
@@ -300,7 +300,7 @@ class LoopCatchUp(CatchUp):
                 self.give_up(str(error))
             if isinstance(item, RoundResult):
                 return item.dealt
-            if self._connection.name in item.members and self._comes_in(item.generation, lambda: round_number):
+            if self._connection.name in item.members and self._is_admitted(item.generation, lambda: round_number):
                 self._replay.close()
                 return None
             self._replay.was_left_out()
@@ -317,7 +317,7 @@ class LoopCatchUp(CatchUp):
                 return [order]
             return [ExitRequest(reason, LEFT_OUT)] if time.monotonic() > until_s else []
 
-        order = self._connection.await_news(found)
+        order = self._connection.await_message(found)
         self._end(order.reason, order.code)
 
 
@@ -331,7 +331,7 @@ class OptimizerCatchUp(CatchUp):
 
     Attributes:
         holds: The round whose initial state this worker has in full, or FRESH while it lacks a part of that state.
-        has_strayed: Whether the worker's state differs from the members' state, or cannot become equal to it.
+        has_diverged: Whether the worker's state differs from the members' state, or cannot become equal to it.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class OptimizerCatchUp(CatchUp):
         )
         self._caught_up_s: float | None = None
         self.holds = FRESH
-        self.has_strayed = False
+        self.has_diverged = False
 
     def status(self, dealt: BatchAssignment) -> MemberStatus:
         """Returns the status that this worker sends when it enters a view."""
@@ -374,25 +374,25 @@ class OptimizerCatchUp(CatchUp):
                 assert entered is not None
                 if self._connection.name not in entered.members:
                     continue
-                if self._comes_in(entered.generation, lambda: self.holds):
+                if self._is_admitted(entered.generation, lambda: self.holds):
                     return
                 self.holds = FRESH
-                if self.has_strayed:
+                if self.has_diverged:
                     raise StateDivergedError("the others have continued without it")
                 self._replay.was_left_out()
         except StateDivergedError as error:
-            self.strays(str(error))
+            self.mark_diverged(str(error))
             raise
         finally:
             self._replay.close()
 
-    def strays(self, reason: str) -> None:
+    def mark_diverged(self, reason: str) -> None:
         """Reports, at most once, why this worker needs the entire state, which is sent while the others wait."""
-        if not self.has_strayed:
-            self.has_strayed = True
+        if not self.has_diverged:
+            self.has_diverged = True
             sys.stderr.write(f"paceline: {self._connection} needs the whole state, and the others wait: {reason}\n")
 
-    def _may_come(self) -> bool:
+    def _may_join(self) -> bool:
         """Returns True if all parts of the state have been compared or the comparison has exceeded its time limit."""
         if self._caught_up_s is None:
             self._caught_up_s = time.monotonic()

@@ -85,7 +85,7 @@ class StateReceiver:
         self._tried: dict[str, threading.Thread] = {}
         self._connected: dict[str, Connection] = {}
 
-    def learn(self) -> ReceivedState | None:
+    def receive(self) -> ReceivedState | None:
         """Returns the received state, or None if all senders have failed or the state is no longer needed."""
         while True:
             for offer in self._offers():
@@ -201,40 +201,40 @@ class ViewAdmission:
         self._failed = 0
         self._latest = 0  # the number of the last transfer
 
-    def ask(self, fingerprint: str, *, learns: bool) -> None:
+    def request(self, fingerprint: str, *, can_catch_up: bool) -> None:
         """Requests to join; see `WorkerReady`."""
-        self._ready = WorkerReady(fingerprint, learns)
+        self._ready = WorkerReady(fingerprint, can_catch_up)
         self._connection.send(self._ready)
 
-    def ask_again(self) -> None:
+    def request_again(self) -> None:
         """Repeats the request after a view or a transfer has failed."""
         self._ready = WorkerReady(
-            self._ready.fingerprint, self._failed < _MOST_TRANSFERS and self._ready.learns, self._latest
+            self._ready.fingerprint, self._failed < _MOST_TRANSFERS and self._ready.can_catch_up, self._latest
         )
         self._connection.send(self._ready)
 
-    def has_failed(self, *, may_learn: bool) -> None:
+    def has_failed(self, *, may_retry: bool) -> None:
         """Repeats the request after a failed transfer.
 
-        If `may_learn` is False, or after too many failures, the others wait while the worker receives the state.
+        If `may_retry` is False, or after too many failures, the others wait while the worker receives the state.
         """
-        self._failed = self._failed + 1 if may_learn else _MOST_TRANSFERS
-        self.ask_again()
+        self._failed = self._failed + 1 if may_retry else _MOST_TRANSFERS
+        self.request_again()
 
     def await_admission(self, after: int) -> View | ExitRequest | ReceivedState:
         """Waits for a view with a generation greater than `after`, an order to exit, or a successful transfer."""
         while True:
-            news = self._connection.await_news(partial(self._news, after))
-            if not isinstance(news, TransferOffer):
-                return news
-            self._latest = news.transfer
+            message = self._connection.await_message(partial(self._messages_after, after))
+            if not isinstance(message, TransferOffer):
+                return message
+            self._latest = message.transfer
             receiver = StateReceiver(self._offers_now, lambda: self._has_a_place(after))
-            if (received := receiver.learn()) is not None:
+            if (received := receiver.receive()) is not None:
                 return received
             if not self._has_a_place(after):
-                self.has_failed(may_learn=True)
+                self.has_failed(may_retry=True)
 
-    def _news(self, after: int) -> list[View | ExitRequest | TransferOffer]:
+    def _messages_after(self, after: int) -> list[View | ExitRequest | TransferOffer]:
         """Returns the view or the order to exit, or the offers of a transfer that is newer than the previous one."""
         if (answer := self._answer(after)) is not None:
             return [answer]

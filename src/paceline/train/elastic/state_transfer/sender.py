@@ -227,7 +227,7 @@ class StateSender:
         for number, snapshot in list(self._given.items()):
             began_s = time.monotonic()
             if snapshot.make_room():
-                _say(self._delays[number].waited(time.monotonic() - began_s))
+                _print_line(self._delays[number].waited(time.monotonic() - began_s))
             if snapshot.is_over:
                 self._forget(number)
         for transfer in self._connection.transfers_until(agreed):
@@ -308,10 +308,10 @@ class StateSender:
 
     def _forget(self, number: int) -> None:
         self._given.pop(number).close()
-        _say(self._delays.pop(number).over())
+        _print_line(self._delays.pop(number).over())
 
 
-def _say(text: str | None) -> None:
+def _print_line(text: str | None) -> None:
     if text is not None:
         sys.stderr.write(f"paceline: {text}\n")
 

@@ -269,22 +269,22 @@ class SnapshotServer:
         be in the next view, where they wait until the receiver has the last result before that view.
         """
         run_at_low_priority(self._begin)
-        while self._goes_on():
+        while self._serve_next():
             pass
 
     def _begin(self) -> None:
         send_head(self._receiver, self._served.contents)
-        self._tell_sender()
-        while not self._is_near and self._goes_on():
+        self._notify_sender()
+        while not self._is_near and self._serve_next():
             pass
 
-    def _goes_on(self) -> bool:
+    def _serve_next(self) -> bool:
         """Waits for a request or a new log entry and responds; returns False if the sender has exited."""
         ready, _, _ = select.select([self._receiver, self._served.line], [], [])
         if self._served.line in ready:
             if not self._served.line.recv(4096):
                 return False
-            self._tell_sender()  # another sender may have served the new entry
+            self._notify_sender()  # another sender may have served the new entry
         if self._awaited is not None:
             self._give_awaited()
         if self._receiver in ready:
@@ -292,8 +292,8 @@ class SnapshotServer:
             self._answer(*REQUEST.unpack(self._request))
         return True
 
-    def _answer(self, ask: int, first: int, second: int, third: int) -> None:
-        match ask:
+    def _answer(self, request: int, first: int, second: int, third: int) -> None:
+        match request:
             case RequestKind.CHUNK if first < self._layout.count:
                 self._give_chunk(first)
             case RequestKind.ITEM:
@@ -305,7 +305,7 @@ class SnapshotServer:
             case RequestKind.FORGET:
                 self._pass(first, third)
             case _:
-                raise BrokenTransferError(f"the receiver asked for {ask} {first} {second} {third}")
+                raise BrokenTransferError(f"the receiver asked for {request} {first} {second} {third}")
 
     def _give_chunk(self, number: int) -> None:
         spans = self._layout.spans(number)
@@ -315,7 +315,7 @@ class SnapshotServer:
         failpoint("join.sending")
         for part in parts:
             self._receiver.sendall(part)
-        self._tell_sender()
+        self._notify_sender()
 
     def _give_awaited(self) -> bool:
         assert self._awaited is not None
@@ -329,7 +329,7 @@ class SnapshotServer:
             item = msgspec.structs.replace(item, digest=self._log.digest_of(entry))
         send_head(self._receiver, item, self._log.ahead)
         self._send_log(entry.body, entry.stop)
-        self._tell_sender()
+        self._notify_sender()
         return True
 
     def _send_log(self, first: int, stop: int) -> None:
@@ -346,7 +346,7 @@ class SnapshotServer:
 
     def _pass(self, round_: int, steps: int) -> None:
         self._passed = max(self._passed, (round_, steps))
-        self._tell_sender()
+        self._notify_sender()
 
-    def _tell_sender(self) -> None:
+    def _notify_sender(self) -> None:
         self._served.progress.more(self._log.forget(*self._passed))

@@ -35,7 +35,7 @@ class MissingChunks:
 
     def __init__(self, count: int) -> None:
         self._waiting = list(range(count))[::-1]
-        self._asked: dict[int, set[str]] = {}
+        self._requested: dict[int, set[str]] = {}
         self._missing = set(range(count))
 
     @property
@@ -48,28 +48,28 @@ class MissingChunks:
         while self._waiting:
             chunk = self._waiting.pop()
             if chunk in self._missing:
-                self._asked.setdefault(chunk, set()).add(sender)
+                self._requested.setdefault(chunk, set()).add(sender)
                 return chunk
-        shared = [chunk for chunk, senders in self._asked.items() if sender not in senders]
+        shared = [chunk for chunk, senders in self._requested.items() if sender not in senders]
         if not shared:
             return None
-        chunk = min(shared, key=lambda candidate: (len(self._asked[candidate]), candidate))
-        self._asked[chunk].add(sender)
+        chunk = min(shared, key=lambda candidate: (len(self._requested[candidate]), candidate))
+        self._requested[chunk].add(sender)
         return chunk
 
     def arrived(self, chunk: int) -> bool:
         """Records that a chunk has arrived; returns whether it is the first copy."""
         is_new = chunk in self._missing
         self._missing.discard(chunk)
-        self._asked.pop(chunk, None)
+        self._requested.pop(chunk, None)
         return is_new
 
     def lost(self, sender: str) -> None:
         """Returns to the queue the chunks that were requested only from this sender."""
-        for chunk, senders in list(self._asked.items()):
+        for chunk, senders in list(self._requested.items()):
             senders.discard(sender)
             if not senders:
-                del self._asked[chunk]
+                del self._requested[chunk]
                 self._waiting.append(chunk)
 
 

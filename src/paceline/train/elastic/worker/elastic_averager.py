@@ -31,7 +31,7 @@ class MeanContribution:
     """One member's contribution to a mean. The mean is computed out of place, so the computation can be repeated."""
 
     weight: float  # of the member's gradients; a weight of zero excludes them
-    seat: RankSlot  # the member's slot in the batch
+    slot: RankSlot  # the member's slot in the batch
     batch: tuple[int, ...]  # numbers that identify the batch, equal on every member
     params: Sequence[torch.Tensor]  # the parameters whose gradients are averaged
     buffers: Sequence[torch.Tensor]  # all members copy those of the first member with a positive weight
@@ -66,16 +66,16 @@ def mean_over(group: ProcessGroup | None, part: MeanContribution) -> Values:
     whole = _zeros(like, is_pinned=bool(part.accelerators))
     values = unpack(whole, like)
     flags, *rest = values
-    seats = part.seat.ranks
-    if part.seat.rank is not None:
-        flags[part.seat.rank] = 1
+    slots = part.slot.ranks
+    if part.slot.rank is not None:
+        flags[part.slot.rank] = 1
     if part.weight > 0:
-        flags[seats] = 1
+        flags[slots] = 1
         factor = part.weight / total
         for index, (param, view) in enumerate(zip(part.params, rest, strict=False)):
             if param.grad is None:
                 continue
-            flags[seats + 1 + index] = 1
+            flags[slots + 1 + index] = 1
             if param.grad.is_cpu:
                 torch.mul(param.grad, factor, out=view)
             else:
@@ -96,8 +96,8 @@ def read_mean(values: Values, part: MeanContribution) -> WeightedMean:
     """Decodes the result of `mean_over`."""
     flags, *rest = values
     read_flags = [flag > 0 for flag in flags.tolist()]
-    seats, params = part.seat.ranks, len(part.params)
-    return WeightedMean(read_flags[seats], read_flags[:seats], read_flags[seats + 1 :], rest[:params], rest[params:])
+    slots, params = part.slot.ranks, len(part.params)
+    return WeightedMean(read_flags[slots], read_flags[:slots], read_flags[slots + 1 :], rest[:params], rest[params:])
 
 
 def _exchange_weights(group: ProcessGroup | None, part: MeanContribution) -> tuple[list[float], int]:
@@ -120,7 +120,7 @@ def _exchange_weights(group: ProcessGroup | None, part: MeanContribution) -> tup
 
 def _layout(part: MeanContribution) -> list[torch.Tensor]:
     """Returns meta tensors with the shapes and dtypes of the flags, gradients and buffers in a result."""
-    flags = torch.empty(part.seat.ranks + 1 + len(part.params), dtype=torch.int64, device="meta")
+    flags = torch.empty(part.slot.ranks + 1 + len(part.params), dtype=torch.int64, device="meta")
     summable = {torch.bool: torch.uint8}
     buffers = [
         torch.empty_like(buffer, dtype=summable.get(buffer.dtype, buffer.dtype), device="meta")
@@ -152,7 +152,7 @@ class ElasticAverager:
         self._params, self._buffers_of = model.average_by(self)
         loader.use_batch_assigner(self)
         # - The current batch
-        self._seat: RankSlot | None = None
+        self._slot: RankSlot | None = None
         self._counts = True  # whether this rank's samples count; False if another rank has the same samples
         self._rounds_of_batch = 0
         # - The next backward pass
@@ -170,11 +170,11 @@ class ElasticAverager:
         if self._on_batch is not None:
             self._on_batch()
         self._rounds_of_batch = 0
-        self._seat = RankSlot(1, 0)
+        self._slot = RankSlot(1, 0)
         if self._rounds is not None:
             members = self._rounds.assignments.latest.members
-            self._seat = RankSlot(len(members), members.index(self._name) if self._name in members else None)
-        return self._seat
+            self._slot = RankSlot(len(members), members.index(self._name) if self._name in members else None)
+        return self._slot
 
     def batch_delivered(self, *, counts: bool) -> None:
         """Records whether this rank's samples in the batch count."""
@@ -216,13 +216,13 @@ class ElasticAverager:
     @torch.no_grad()
     def _run(self, weight: float) -> None:
         self._weight = 1.0
-        if self._seat is None:
+        if self._slot is None:
             raise RuntimeError(
                 f"worker {self._name or '0'}: backward was called before the loop over the StatefulLoader began; an "
                 "elastic job averages only within it"
             )
         batch = (*self._loader.place(), self._rounds_of_batch)
-        part = MeanContribution(weight, self._seat, batch, self._params, self._buffers_of())
+        part = MeanContribution(weight, self._slot, batch, self._params, self._buffers_of())
         if self._rounds is None:
             values = mean_over(None, part)
         else:

@@ -129,7 +129,7 @@ class WorkerProgress:
             guest_until=self.guest_until,
         )
 
-    def learn(self, agreed: Agreement, rank: int) -> None:
+    def adopt(self, agreed: Agreement, rank: int) -> None:
         """Adopts the agreement between the members of a new view. This worker must have the state."""
         if rank in agreed.late:
             self.is_late = True

@@ -83,8 +83,8 @@ class Rounds:
         dismisses the worker.
         """
         failpoint("join.ready")
-        self._membership.begin(fingerprint, learns=replays)
-        self._tell_deal()
+        self._membership.begin(fingerprint, can_catch_up=replays)
+        self._announce_shards()
 
     def leave(self) -> None:
         """Records that this worker was asked to exit. If a later view excludes this worker, it exits with code 0."""
@@ -129,7 +129,7 @@ class Rounds:
         if membership.catching_up is not None:
             if (dealt := membership.catching_up.until_batch(progress.number)) is not None:
                 progress.has_begun = True
-                progress.assignments.learn([dealt], is_new=False)
+                progress.assignments.merge([dealt], is_new=False)
                 membership.watch(dealt)
                 return progress.assignments.begin(progress.number, dealt.members)
             membership.catching_up = None
@@ -140,7 +140,7 @@ class Rounds:
         membership.sender.begin_batch(self._agreed, progress.number, progress.committed, progress.assignments.latest)
         membership.retry_until_view_holds(attempt)
         progress.has_begun = True
-        self._tell_deal()
+        self._announce_shards()
         return progress.assignments.begin(progress.number, membership.view.members)
 
     def finish(self) -> None:
@@ -205,7 +205,7 @@ class Rounds:
         failpoint("round.voted")
         return result
 
-    def _tell_deal(self) -> None:
+    def _announce_shards(self) -> None:
         """Announces this worker's shards in later rounds, which may differ from those of the current round."""
         if self.is_replaying:
             self._on_deal(range(0))

@@ -185,8 +185,8 @@ class ViewGroups:
         world.group.set_timeout(timedelta(seconds=_CALL_S))
         return world.group
 
-    def acts_up_to(self, heard: int) -> int:
-        """Returns the highest view or transfer number, up to `heard`, on which this worker can act immediately.
+    def acts_up_to(self, received: int) -> int:
+        """Returns the highest view or transfer number, up to `received`, on which this worker can act immediately.
 
         While the group of a planned view forms, the worker cannot act on anything that it received after it entered the
         current view.
@@ -194,7 +194,7 @@ class ViewGroups:
         with self._lock:
             current, coming = self._current, self._next
         if coming is None or coming.is_due:
-            return heard
+            return received
         return 0 if current is None else current.view.generation
 
     def watch_only(self, workers: int) -> None:

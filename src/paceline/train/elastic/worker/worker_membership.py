@@ -77,12 +77,12 @@ class WorkerMembership:
         self.catching_up: LoopCatchUp | None = None  # the replay of rounds that others have committed
         self.is_leaving = False  # whether the worker was asked to exit
 
-    def begin(self, fingerprint: str, *, learns: bool) -> None:
+    def begin(self, fingerprint: str, *, can_catch_up: bool) -> None:
         """Requests to join (see `WorkerReady`); returns when this worker has the state and is in a view or catches up.
 
         Raises SystemExit if the launcher dismisses the worker.
         """
-        self._admission.ask(fingerprint, learns=learns)
+        self._admission.request(fingerprint, can_catch_up=can_catch_up)
         self.retry_until_view_holds(self.enter_next_view)
 
     def retry_until_view_holds(self, attempt: Callable[[], T]) -> T:
@@ -117,7 +117,7 @@ class WorkerMembership:
                 return
             # The view broke before this new worker had the state.
             self.view = answer
-            self._admission.ask_again()
+            self._admission.request_again()
 
     def enter(self, view: View) -> None:
         """Enters a view together with the other members; raises SystemExit if it does not contain this worker."""
@@ -137,7 +137,7 @@ class WorkerMembership:
 
     def ready_until(self) -> int:
         """Returns the number of the latest view or transfer on which this worker can act immediately."""
-        return self._view_groups.acts_up_to(self._connection.heard)
+        return self._view_groups.acts_up_to(self._connection.latest_received)
 
     def finish(self) -> None:
         """Stops serving other workers after the loop has completed. The current group remains."""
@@ -169,7 +169,7 @@ class WorkerMembership:
         statuses = exchange_statuses(group, self._status())
         agreed = agree(statuses, progress.shards)
         progress.others_have = any(status.has_begun for status in statuses if status.round == agreed.round)
-        progress.assignments.learn([status.dealt for status in statuses], is_new=progress.number == FRESH)
+        progress.assignments.merge([status.dealt for status in statuses], is_new=progress.number == FRESH)
         self._share(group, agreed, statuses)
         if any(source is not None for source in agreed.source):
             # No member may begin a batch before all members have the state.
@@ -181,7 +181,7 @@ class WorkerMembership:
 
     def _status(self) -> MemberStatus:
         following = self._following
-        if self._progress.number == FRESH and following is not None and not following.has_strayed:
+        if self._progress.number == FRESH and following is not None and not following.has_diverged:
             return following.status(self._progress.assignments.latest)
         return self._progress.status(is_sender=self.sender.is_sender)
 
@@ -199,7 +199,7 @@ class WorkerMembership:
         if rank in agreed.outvoted:
             number = self._progress.number
             self.end(f"the others have committed a different result of round {number}", OUTVOTED)
-        self._progress.learn(agreed, rank)
+        self._progress.adopt(agreed, rank)
 
     def _send_state(self, group: ProcessGroup, receiver: int, is_follower: bool, status: MemberStatus) -> None:
         """Sends the state to a rank. A follower receives only the rest unless its parts of the state differ."""
@@ -221,7 +221,7 @@ class WorkerMembership:
                 self._registry.restore_rest(state)
             else:
                 if follower is not None:
-                    follower.strays(_OTHER)
+                    follower.mark_diverged(_OTHER)
                 self._registry.restore(state)
         failpoint("state.loaded")
 
@@ -234,7 +234,7 @@ class WorkerMembership:
         run_at_low_priority(warm_up)
         failpoint("join.restored")
         contents = received.contents
-        self._progress.assignments.learn([contents.dealt], is_new=True)
+        self._progress.assignments.merge([contents.dealt], is_new=True)
         if self._steps is not None:
             return self._follow(received, self._steps)
         self._progress.number, self._progress.committed = contents.round, contents.committed
@@ -253,7 +253,7 @@ class WorkerMembership:
             following.until_admitted()
         except (StateDivergedError, SendersLostError):
             self._progress.number = FRESH
-            self._admission.has_failed(may_learn=not following.has_strayed)
+            self._admission.has_failed(may_retry=not following.has_diverged)
             return False
         finally:
             self._following = None

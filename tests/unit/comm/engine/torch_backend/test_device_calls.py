@@ -100,7 +100,7 @@ def test_a_call_beyond_its_deadline_is_aborted_and_all_fail():
     for work in [*works, one.call()]:
         assert work.done() and work.outcome() is one.calls.failure
     assert one.recorded.outcomes == [OutcomeCode.REFUSED] * 3
-    assert "all ranks made this call, but it had not completed after" in one.calls.failure.said
+    assert "all ranks made this call, but it had not completed after" in one.calls.failure.detail
 
 
 def test_the_end_of_a_group_waits_for_a_device_that_is_behind():

@@ -318,7 +318,7 @@ def test_a_job_gives_way_to_one_that_runs_already(trains):
         assert play.views == {"0.0.0": ("0.0.0",)}
     play.join("b")
     play.asked("a"), play.asked("b")
-    play.take(play.steering.heard_of(OTHER, play.now_s))
+    play.take(play.steering.handle_running_job(OTHER, play.now_s))
     moved = JobMoved("other", OTHER.address)
     assert play.asked("a") == [moved] and play.asked("b") == [moved]
     play.join("late")
@@ -332,7 +332,7 @@ FOREIGN_JOB = "reported that a job with another secret is running at this rendez
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_report_of_another_secret_ends_no_job(trains):
     play = Play(1, 3)
-    assert play.steering.heard_of_foreign_job("10.0.0.9")
+    assert play.steering.handle_foreign_job("10.0.0.9")
     play.take(play.steering.tick(play.now_s))
     assert play.told == {}, "no launcher can print it"
     play.join("a", serves=True)
@@ -343,8 +343,8 @@ def test_a_report_of_another_secret_ends_no_job(trains):
     first = [order.text for order in play.asked("a") if isinstance(order, NotifyOrder) and FOREIGN_JOB in order.text]
     assert len(first) == 1 and first[0].startswith("warning: 10.0.0.9 reported")
     assert "set its PACELINE_SECRET to join it" in first[0] and "a stranger may have sent it" in first[0]
-    assert not play.steering.heard_of_foreign_job("10.0.0.9")
-    assert play.steering.heard_of_foreign_job("10.0.0.8")
+    assert not play.steering.handle_foreign_job("10.0.0.9")
+    assert play.steering.handle_foreign_job("10.0.0.8")
     play.take(play.steering.tick(play.now_s))
     (second,) = play.asked("a")
     assert isinstance(second, NotifyOrder) and second.text.startswith("warning: 10.0.0.8 reported")
@@ -357,7 +357,7 @@ def test_a_flood_of_reports_of_another_secret_is_bounded():
     play = Play(1, 3)
     play.join("a", serves=True)
     play.asked("a")
-    new = [play.steering.heard_of_foreign_job(f"10.0.{number // 250}.{number % 250}") for number in range(5000)]
+    new = [play.steering.handle_foreign_job(f"10.0.{number // 250}.{number % 250}") for number in range(5000)]
     assert sum(new) == 3 and len(play.steering._foreign_hosts) == 3
     for _ in range(5):
         play.take(play.steering.tick(play.now_s))
@@ -368,7 +368,7 @@ def test_a_flood_of_reports_of_another_secret_is_bounded():
 def test_a_job_that_times_out_quotes_reports_of_another_secret(least):
     play = Play(least, 3)
     play.join("a", serves=True)
-    assert play.steering.heard_of_foreign_job("10.0.0.9") and play.steering.heard_of_foreign_job("10.0.0.8")
+    assert play.steering.handle_foreign_job("10.0.0.9") and play.steering.handle_foreign_job("10.0.0.8")
     play.now_s += 61.0
     play.take(play.steering.tick(play.now_s))
     end = play.asked("a")[-1]
@@ -389,7 +389,7 @@ def test_machines_that_wait_for_others_join_another_job():
     play = Play(2, 3)
     play.join("a", serves=True)
     play.asked("a")
-    play.take(play.steering.heard_of(OTHER, play.now_s))
+    play.take(play.steering.handle_running_job(OTHER, play.now_s))
     assert play.asked("a") == [JobMoved("other", OTHER.address)]
 
 
@@ -400,7 +400,7 @@ def test_no_view_is_given_while_another_job_seeks():
     play.say("a", "0.0.0", WorkerReady("same"))
     for _ in range(20):
         play.now_s += 1.0
-        play.take(play.steering.heard_of(JobRunning("other"), play.now_s))
+        play.take(play.steering.handle_running_job(JobRunning("other"), play.now_s))
         play.take(play.steering.tick(play.now_s))
     told = play.asked("a")
     assert [each.text for each in told if isinstance(each, NotifyOrder)].count(

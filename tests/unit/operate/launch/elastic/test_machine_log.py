@@ -25,10 +25,10 @@ def test_a_standing_keeps_what_still_matters():
         ViewInstalled(2, 4),
         ViewFailed(2, 5, "lost"),
     ):
-        standing.heard(message)
+        standing.receive(message)
     assert standing.messages == [WorkerReady("x"), ViewInstalled(2, 4), ViewFailed(2, 5, "lost")]
-    standing.heard(LeaveNotice("SIGTERM"))
-    standing.heard(WorkerReady("x"))
+    standing.receive(LeaveNotice("SIGTERM"))
+    standing.receive(WorkerReady("x"))
     assert standing.messages == [LeaveNotice("SIGTERM"), WorkerReady("x")]
 
 

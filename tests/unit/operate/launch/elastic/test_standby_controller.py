@@ -129,7 +129,7 @@ def test_a_coordinator_resigns_for_a_later_one():
     stands, now_s = elected()
     later = msgspec.structs.replace(KNOWN, term=1 << 20, coordinator=3)
     stands.reported("node-0", join(0), now_s)
-    orders = stands.reported("node-0", Follow(msgspec.structs.replace(follow(0).report, knowledge=later)), now_s)
+    orders = stands.reported("node-0", Follow(msgspec.structs.replace(follow(0).report, job_state=later)), now_s)
     assert not [order for _, order in orders if isinstance(order, SendOrder)]
     assert any(isinstance(order, NotifyOrder) and "has followed machine 3" in order.text for _, order in orders)
     assert stands.deadline_s is not None and stands.deadline_s <= now_s

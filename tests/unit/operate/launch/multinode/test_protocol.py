@@ -13,7 +13,6 @@ from paceline.operate.launch.failures import Record, WorkerFailure
 from paceline.operate.launch.multinode.membership import incompatibility
 from paceline.operate.launch.multinode.protocol import (
     LARGEST,
-    AskTime,
     Follow,
     FollowResponse,
     Heartbeat,
@@ -26,7 +25,8 @@ from paceline.operate.launch.multinode.protocol import (
     Start,
     StartSlots,
     StateReplicated,
-    TellTime,
+    TimeRequest,
+    TimeResponse,
     WorkerExited,
     WorkerFailed,
     WorkerMessage,
@@ -93,8 +93,8 @@ MESSAGES = [
     CloseSlotsOrder("0", "the job has finished"),
     FenceStalledOrder("0", "0.1.0"),
     NotifyOrder("waiting for 0.1.0"),
-    AskTime(1 << 62),
-    TellTime(5, 1 << 62),
+    TimeRequest(1 << 62),
+    TimeResponse(5, 1 << 62),
 ]
 
 

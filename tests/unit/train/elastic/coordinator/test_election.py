@@ -93,8 +93,8 @@ def test_an_account_is_told_in_full():
     told = account.report()
     assert told.workers == (WorkerReport("1.2.0", (WorkerReady("same"),), "stopped"),)
     assert told.ended == (("1.3.0", "exit code 1", 1),)
-    assert told.knowledge.views == (FIRST, later) and told.knowledge.ended == (0,)
-    assert told.knowledge.coordinator == 0 and told.knowledge.is_dead("0.0.0")
+    assert told.job_state.views == (FIRST, later) and told.job_state.ended == (0,)
+    assert told.job_state.coordinator == 0 and told.job_state.is_dead("0.0.0")
 
 
 def replace_generation(view: View, more: int) -> View:
@@ -111,7 +111,7 @@ def test_a_machine_is_given_time_since_it_was_heard_of_last():
 def test_a_loop_that_ended_out_of_reach_counts():
     coordinator, _ = running(m0=1, m1=1)
     coordinator.machine_lost("1", "silence", 0.0)
-    coordinator.worker_said("0.0.0", LoopFinished(3), 0.1)
+    coordinator.handle_worker_message("0.0.0", LoopFinished(3), 0.1)
     coordinator.worker_ended("0.0.0", "exit code -9", -9, 0.2)
     back = report(1, workers=(), ended=(("1.0.0", "exit code 0", 0),), finished=("1.0.0",))
     assert EndOrder(0) in coordinator.machine_returned(back, 1.0)

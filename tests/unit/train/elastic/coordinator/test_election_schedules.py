@@ -87,8 +87,8 @@ def test_the_schedules_notice_ignored_terms(monkeypatch):
     returned = Coordinator.machine_returned
 
     def forgets_the_term(self: Coordinator, report: MachineReport, *args: Any) -> CoordinatorOrders:
-        knowledge = msgspec.structs.replace(report.knowledge, term=0)
-        return returned(self, msgspec.structs.replace(report, knowledge=knowledge), *args)
+        job_state = msgspec.structs.replace(report.job_state, term=0)
+        return returned(self, msgspec.structs.replace(report, job_state=job_state), *args)
 
     monkeypatch.setattr(Coordinator, "machine_returned", forgets_the_term)
     with pytest.raises(Violation):

@@ -49,10 +49,12 @@ def running(machines: int = 3) -> tuple[Coordinator, View]:
         coordinator.machine_listed(name, 0.0)
     for name in names:
         coordinator.worker_started(f"{name}.0.0", name, 0.0)
-    orders = [order for name in names for order in coordinator.worker_said(f"{name}.0.0", WorkerReady("same"), 0.0)]
+    orders = [
+        order for name in names for order in coordinator.handle_worker_message(f"{name}.0.0", WorkerReady("same"), 0.0)
+    ]
     view = views(orders)[0]
     for uid in view.members:
-        coordinator.worker_said(uid, ViewInstalled(view.generation, 0), 0.0)
+        coordinator.handle_worker_message(uid, ViewInstalled(view.generation, 0), 0.0)
     return coordinator, view
 
 
@@ -69,7 +71,7 @@ def retiring() -> tuple[Coordinator, View]:
     coordinator, _ = running()
     coordinator.slots_changed("0", 0, 1.0)
     coordinator.machine_leaves("0", 1.0)
-    orders = coordinator.worker_said("0.0.0", LeaveNotice("SIGTERM"), 1.0)
+    orders = coordinator.handle_worker_message("0.0.0", LeaveNotice("SIGTERM"), 1.0)
     (view,) = {each.generation: each for each in views(orders)}.values()
     return coordinator, view
 
@@ -79,7 +81,7 @@ def told() -> Coordinator:
     coordinator, view = retiring()
     coordinator.worker_ended("0.0.0", "exit code 0", 0, 1.1)
     for uid in view.members:
-        coordinator.worker_said(uid, ViewInstalled(view.generation, 1), 1.2)
+        coordinator.handle_worker_message(uid, ViewInstalled(view.generation, 1), 1.2)
     return coordinator
 
 
@@ -90,8 +92,8 @@ def test_the_view_without_its_worker_meets_at_the_successor():
 
 def test_the_successor_is_told_when_all_is_at_rest():
     coordinator, view = retiring()
-    assert not handed(coordinator.worker_said("1.0.0", ViewInstalled(view.generation, 1), 1.1))
-    assert not handed(coordinator.worker_said("2.0.0", ViewInstalled(view.generation, 1), 1.1))
+    assert not handed(coordinator.handle_worker_message("1.0.0", ViewInstalled(view.generation, 1), 1.1))
+    assert not handed(coordinator.handle_worker_message("2.0.0", ViewInstalled(view.generation, 1), 1.1))
     orders = coordinator.worker_ended("0.0.0", "exit code 0", 0, 1.2)
     assert handed(orders) == [("1", 1)]
     known = [each.knowledge for each in orders if isinstance(each, ReplicateOrder)]
@@ -122,19 +124,19 @@ def test_a_machine_that_leaves_itself_is_no_successor():
     coordinator, _ = running()
     coordinator.machine_leaves("1", 0.5)
     coordinator.machine_leaves("0", 1.0)
-    orders = coordinator.worker_said("0.0.0", LeaveNotice("SIGTERM"), 1.0)
+    orders = coordinator.handle_worker_message("0.0.0", LeaveNotice("SIGTERM"), 1.0)
     assert views(orders)[0].store == "2"
 
 
 def test_members_move_to_another_store_though_nobody_leaves():
     coordinator, _ = running()
     coordinator.worker_ended("0.0.0", "killed by SIGKILL", -9, 1.0)
-    view = views(coordinator.worker_said("1.0.0", ViewInstalled(1, 0), 1.0))
+    view = views(coordinator.handle_worker_message("1.0.0", ViewInstalled(1, 0), 1.0))
     assert not view, "the one that follows the death is told already"
     latest = coordinator._job.views.latest
     assert latest is not None and latest.store == "0"
     for uid in latest.members:
-        coordinator.worker_said(uid, ViewInstalled(latest.generation, 1), 1.1)
+        coordinator.handle_worker_message(uid, ViewInstalled(latest.generation, 1), 1.1)
     moved = views(coordinator.machine_leaves("0", 1.2))[0]
     assert (moved.members, moved.is_planned, moved.store) == (latest.members, True, "1")
 
@@ -143,7 +145,7 @@ def test_when_all_leave_nobody_is_told_to_coordinate():
     coordinator, view = running(2)
     for name in "10":
         coordinator.machine_leaves(name, 1.0)
-        coordinator.worker_said(f"{name}.0.0", LeaveNotice("SIGTERM"), 1.0)
+        coordinator.handle_worker_message(f"{name}.0.0", LeaveNotice("SIGTERM"), 1.0)
     orders = [order for uid in view.members for order in coordinator.worker_ended(uid, "exit code 0", 0, 1.1)]
     assert not handed(orders)
 
@@ -237,21 +239,21 @@ def transfers(orders: list[CoordinatorOrder]) -> set[int]:
 
 
 def test_a_lesson_goes_on_under_another_coordinator():
-    coordinator, orders = teaching(WorkerReady("same", learns=True))
+    coordinator, orders = teaching(WorkerReady("same", can_catch_up=True))
     assert transfers(orders) == {TRANSFER.number}, "no other is begun"
     offers = [each.message for each in orders if isinstance(each, SendOrder) and each.uid == "2.0.0"]
     assert {each.sender for each in offers if isinstance(each, TransferOffer)} == {*FIRST.members}
-    view = views(coordinator.worker_said("2.0.0", CaughtUp(5), 0.1))[0]
+    view = views(coordinator.handle_worker_message("2.0.0", CaughtUp(5), 0.1))[0]
     assert view.is_planned and view.members == ("0.0.0", "1.0.0", "2.0.0")
 
 
 def test_a_learner_that_had_caught_up_comes_in():
-    _, orders = teaching(WorkerReady("same", learns=True), CaughtUp(5))
+    _, orders = teaching(WorkerReady("same", can_catch_up=True), CaughtUp(5))
     assert views(orders)[-1].members == ("0.0.0", "1.0.0", "2.0.0")
 
 
 def test_a_lesson_that_came_to_nothing_is_followed_by_another():
-    _, orders = teaching(WorkerReady("same", learns=True, after=TRANSFER.number))
+    _, orders = teaching(WorkerReady("same", can_catch_up=True, after=TRANSFER.number))
     assert transfers(orders) - {TRANSFER.number}
 
 

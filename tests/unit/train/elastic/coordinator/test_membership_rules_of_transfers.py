@@ -18,7 +18,7 @@ from paceline.train.elastic.protocol import (
 
 def comes(play: Play, uid: str) -> None:
     play.take(play.coordinator.worker_started(uid, uid[0], play.now_s))
-    play.say(uid, WorkerReady("same", learns=True))
+    play.say(uid, WorkerReady("same", can_catch_up=True))
 
 
 def transfers(play: Play, uid: str) -> list[StateTransfer]:
@@ -91,7 +91,7 @@ def test_a_learner_that_lost_its_donors_asks_again():
     comes(play, "a2")
     (first,) = transfers(play, "a0")
     play.say("a0", TransferReady(first.number, 7, "a0:1"))
-    play.say("a2", WorkerReady("same", learns=True, after=first.number))
+    play.say("a2", WorkerReady("same", can_catch_up=True, after=first.number))
     assert len(transfers(play, "a0")) == 2
     play.say("a0", TransferReady(first.number, 7, "a0:1"))
     assert len(offers(play, "a2")) == 1, "what belongs to the transfer before is over"
@@ -123,7 +123,7 @@ def test_a_machine_that_comes_back_hears_of_lessons_again():
 def test_a_standing_holds_what_a_learner_and_a_donor_have_said():
     standing = ReplayableMessages()
     said = [
-        WorkerReady("same", learns=True),
+        WorkerReady("same", can_catch_up=True),
         CaughtUp(3),
         TransferReady(5, 3, "x:1"),
         TransferReady(6, 4, "x:2"),

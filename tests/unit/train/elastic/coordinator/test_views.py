@@ -47,19 +47,19 @@ def test_a_minority_is_told_its_view_once_the_others_know_it():
     coordinator, first = running(m0=1, m1=2)
     coordinator.worker_stalled("1.0.0", "stopped", 0.0)
     orders = coordinator.worker_stalled("1.1.0", "stopped", 0.0)
-    generation = max(each.knowledge.views[-1].generation for each in orders if isinstance(each, ReplicateOrder))
+    generation = max(each.job_state.views[-1].generation for each in orders if isinstance(each, ReplicateOrder))
     assert generation > first.generation and not views(orders)
-    assert not views(coordinator.machine_knows("0", generation, 0.0))
-    assert views(coordinator.machine_knows("1", generation, 0.0))[0].members == ("0.0.0",)
+    assert not views(coordinator.machine_replicated("0", generation, 0.0))
+    assert views(coordinator.machine_replicated("1", generation, 0.0))[0].members == ("0.0.0",)
 
 
 def test_the_stopped_are_killed_when_others_know_the_view():
     coordinator, _ = running(m0=1, m1=2)
     assert fenced(coordinator.worker_stalled("1.0.0", "stopped", 0.0)) == ["1.0.0"], "a majority is in the view"
     orders = coordinator.worker_stalled("1.1.0", "stopped", 0.0)
-    generation = max(each.knowledge.views[-1].generation for each in orders if isinstance(each, ReplicateOrder))
-    assert not fenced(orders) and not fenced(coordinator.machine_knows("0", generation, 0.0))
-    assert fenced(coordinator.machine_knows("1", generation, 0.0)) == ["1.1.0"]
+    generation = max(each.job_state.views[-1].generation for each in orders if isinstance(each, ReplicateOrder))
+    assert not fenced(orders) and not fenced(coordinator.machine_replicated("0", generation, 0.0))
+    assert fenced(coordinator.machine_replicated("1", generation, 0.0)) == ["1.1.0"]
 
 
 def test_a_new_coordinator_leaves_a_view_alone_that_all_are_in():
@@ -84,7 +84,7 @@ def test_a_machine_has_time_to_follow_the_new_coordinator():
 
 def test_broken_connections_end_the_wait_for_a_machine():
     coordinator, _ = resumed(report(1), report(2))
-    orders = coordinator.worker_said("1.0.0", ViewFailed(FIRST.generation, 1, "lost 0.0.0"), 0.1)
+    orders = coordinator.handle_worker_message("1.0.0", ViewFailed(FIRST.generation, 1, "lost 0.0.0"), 0.1)
     assert views(orders)[0].members == ("1.0.0", "2.0.0")
 
 

@@ -57,13 +57,13 @@ def test_a_learner_says_that_it_is_near_when_it_may_come(sender):
     received = learn(made.offer).learn()
     assert received is not None
     near: list[int] = []
-    may_come: list[bool] = []
-    replay = RemoteLog(received.senders, near.append, lambda: None, lambda: bool(may_come))
+    may_join: list[bool] = []
+    replay = RemoteLog(received.senders, near.append, lambda: None, lambda: bool(may_join))
     for number in range(7, 9):
         made.snapshot.log(*result(number, torch.ones(1)))
     replay.take(7)
     assert near == []
-    may_come.append(True)
+    may_join.append(True)
     replay.take(8)
     assert near == [8]
     replay.close()

@@ -14,7 +14,7 @@ from paceline.train import sync_batch_norm
 
 from ..common.util import check_extension
 
-_TOLD = "PACELINE_COMPAT_TOLD"  # set after the report; inherited by the processes that the script starts
+_REPORTED = "PACELINE_COMPAT_REPORTED"  # set after the report; inherited by the processes that the script starts
 _MODULES = {
     "compression": collectives,
     "functions": collectives,
@@ -23,8 +23,8 @@ _MODULES = {
     "sync_batch_norm": sync_batch_norm,
 }
 
-if os.environ.get("RANK", "0") == "0" and _TOLD not in os.environ:
-    os.environ[_TOLD] = "1"
+if os.environ.get("RANK", "0") == "0" and _REPORTED not in os.environ:
+    os.environ[_REPORTED] = "1"
     print("paceline: --compat horovod: `import horovod.torch` is paceline.horovod", file=sys.stderr, flush=True)
 
 __all__ = ["check_extension", *horovod.__all__]
