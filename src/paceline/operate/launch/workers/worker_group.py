@@ -301,7 +301,7 @@ class WorkerGroup:
 
 
 def ended_as_requested(code: int, record: Record | None, requested_s: float, is_first: bool) -> bool:
-    """Returns True if a worker exited with a nonzero code because of the stop request at time `requested_s` (time of day).
+    """Returns True if a worker exited with a nonzero code because of a stop request at the time of day `requested_s`.
 
     A worker that had already raised an exception, and was merely slow to exit, may be the cause of other failures.
     """
