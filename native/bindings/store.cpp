@@ -67,14 +67,13 @@ class OwnedServer {
 };
 
 // Returns (result, status, number, fields); the last three are valid only if the result is `answered`.
-nb::tuple exchange(Client& client, int op, std::int64_t number, const std::vector<nb::bytes>& fields,
-                   double timeout_s) {
+nb::tuple call(Client& client, int op, std::int64_t number, const std::vector<nb::bytes>& fields, double timeout_s) {
     const Message request = to_message(op, number, fields);
     Message answer;
     Client::Result result{};
     {
         const nb::gil_scoped_release release;
-        result = client.exchange(request, answer, deadline_in(timeout_s), python_interrupted);
+        result = client.call(request, answer, deadline_in(timeout_s), python_interrupted);
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     return nb::make_tuple(static_cast<int>(result), static_cast<int>(answer.code), answer.number,
@@ -107,7 +106,7 @@ void register_store(nb::module_& module) {
     nb::class_<Client>(module, "StoreClient")
         .def(nb::new_([](nb::handle connection) { return std::make_unique<Client>(to_socket(connection)); }),
              nb::arg("connection"))
-        .def("exchange", &exchange, nb::arg("op"), nb::arg("number"), nb::arg("fields"), nb::arg("timeout_s"))
+        .def("call", &call, nb::arg("op"), nb::arg("number"), nb::arg("fields"), nb::arg("timeout_s"))
         .def("close", &Client::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

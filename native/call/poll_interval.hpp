@@ -1,5 +1,5 @@
-// Polling intervals of a blocked call. In each iteration, the thread sleeps for at most kPollInterval and then checks for
-// events that end the wait early: failure reports from other ranks, deaths, the deadline and Python signals.
+// Polling intervals of a blocked call. In each iteration, the thread sleeps for at most kPollInterval and then checks
+// for events that end the wait early: failure reports from other ranks, deaths, the deadline and Python signals.
 #pragma once
 
 #include <chrono>

@@ -56,8 +56,8 @@ Client::Result Client::sleep_until(short events, Deadline deadline, const Interr
     }
 }
 
-Client::Result Client::exchange(const Message& request, Message& answer, Deadline deadline,
-                                const Interrupted& interrupted) {
+Client::Result Client::call(const Message& request, Message& answer, Deadline deadline,
+                            const Interrupted& interrupted) {
     const std::lock_guard lock(request_mutex_);
     if (socket_.descriptor < 0) return Result::closed;
     const Result result = exchange(request, answer, deadline, interrupted);

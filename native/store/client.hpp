@@ -1,5 +1,5 @@
 // A connection to a store server; handles one request at a time. Thread-safe. `close` wakes a thread that is waiting in
-// `exchange`.
+// `call`.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,7 @@ class Client {
 
     // Sends a request and waits for the answer; calls `interrupted` periodically. After any result except `answered`
     // the connection is closed, because a late answer could be mistaken for the answer to the next request.
-    Result exchange(const Message& request, Message& answer, Deadline deadline, const Interrupted& interrupted);
+    Result call(const Message& request, Message& answer, Deadline deadline, const Interrupted& interrupted);
     void close();
 
   private:

@@ -43,9 +43,9 @@ paceline::tls::Socket client_of(Server& server) {
     return std::move(mine);
 }
 
-Message exchange(Client& client, const Message& what) {
+Message call(Client& client, const Message& what) {
     Message answer;
-    CHECK(client.exchange(what, answer, Clock::now() + 60s, never) == Client::Result::answered);
+    CHECK(client.call(what, answer, Clock::now() + 60s, never) == Client::Result::answered);
     return answer;
 }
 
@@ -176,18 +176,18 @@ void hostile_clients_are_dropped_and_the_others_served() {
     send_raw(gone, encoded(request(Op::get, {"late"}, 60'000)));
     close(gone);
 
-    CHECK(exchange(good, request(Op::set, {"late", "now"})).code == static_cast<std::uint8_t>(Status::ok));
-    CHECK(exchange(good, request(Op::get, {"late"}, 1000)).fields[0] == "now");
-    CHECK(exchange(good, request(Op::check, {"half"})).number == 0);
-    CHECK(exchange(good, request(static_cast<Op>(99), {"x"})).code == static_cast<std::uint8_t>(Status::refused));
-    CHECK(exchange(good, request(Op::set, {"no value"})).code == static_cast<std::uint8_t>(Status::refused));
+    CHECK(call(good, request(Op::set, {"late", "now"})).code == static_cast<std::uint8_t>(Status::ok));
+    CHECK(call(good, request(Op::get, {"late"}, 1000)).fields[0] == "now");
+    CHECK(call(good, request(Op::check, {"half"})).number == 0);
+    CHECK(call(good, request(static_cast<Op>(99), {"x"})).code == static_cast<std::uint8_t>(Status::refused));
+    CHECK(call(good, request(Op::set, {"no value"})).code == static_cast<std::uint8_t>(Status::refused));
     for (int fd : {garbage, oversized, impatient, half}) close(fd);
 }
 
 void keys_set_before_garbage_wake_their_waiters() {
     Server server;
     Client waiting(client_of(server));
-    std::thread waiter([&] { CHECK(exchange(waiting, request(Op::get, {"k"}, 20'000)).fields[0] == "v"); });
+    std::thread waiter([&] { CHECK(call(waiting, request(Op::get, {"k"}, 20'000)).fields[0] == "v"); });
     std::this_thread::sleep_for(50ms);
     const int odd = connect_to(server);
     send_raw(odd, encoded(request(Op::set, {"k", "v"})) + std::string(32, '\xff'));
@@ -198,10 +198,10 @@ void keys_set_before_garbage_wake_their_waiters() {
 void a_client_that_does_not_read_delays_no_other_client() {
     Server server;
     Client good(client_of(server));
-    exchange(good, request(Op::set, {"big", std::string(8 << 20, 'b')}));
+    call(good, request(Op::set, {"big", std::string(8 << 20, 'b')}));
     const int lazy = connect_to(server);
     for (int i = 0; i < 3; ++i) send_raw(lazy, encoded(request(Op::get, {"big"}, 1000)));
-    CHECK(exchange(good, request(Op::add, {"n"}, 4)).number == 4);
+    CHECK(call(good, request(Op::add, {"n"}, 4)).number == 4);
     std::size_t got = 0;  // the client receives all answers once it begins to read
     std::vector<char> buffer(1 << 20);
     while (got < 3 * (std::size_t{8} << 20)) {
@@ -210,7 +210,7 @@ void a_client_that_does_not_read_delays_no_other_client() {
         got += static_cast<std::size_t>(n);
     }
     close(lazy);
-    CHECK(exchange(good, request(Op::add, {"n"}, 1)).number == 5);
+    CHECK(call(good, request(Op::add, {"n"}, 1)).number == 5);
 }
 
 void a_request_may_arrive_byte_by_byte() {
@@ -223,7 +223,7 @@ void a_request_may_arrive_byte_by_byte() {
     char answer[64];
     CHECK(recv(fd, answer, sizeof answer, 0) > 0);
     Client other(client_of(server));
-    CHECK(exchange(other, request(Op::get, {"slow"}, 1000)).fields[0] == "loris");
+    CHECK(call(other, request(Op::get, {"slow"}, 1000)).fields[0] == "loris");
     close(fd);
 }
 
@@ -233,12 +233,12 @@ void many_clients_add_to_one_sum() {
     for (int i = 0; i < 16; ++i)
         threads.emplace_back([&server] {
             Client client(client_of(server));
-            for (int n = 0; n < 200; ++n) exchange(client, request(Op::add, {"sum"}, 1));
-            exchange(client, request(Op::add, {"done"}, 1));
+            for (int n = 0; n < 200; ++n) call(client, request(Op::add, {"sum"}, 1));
+            call(client, request(Op::add, {"done"}, 1));
         });
     for (std::thread& thread : threads) thread.join();
     Client client(client_of(server));
-    CHECK(exchange(client, request(Op::get, {"sum"}, 1000)).fields[0] == "3200");
+    CHECK(call(client, request(Op::get, {"sum"}, 1000)).fields[0] == "3200");
 }
 
 void large_values_are_returned_whole() {
@@ -246,8 +246,8 @@ void large_values_are_returned_whole() {
     Client client(client_of(server));
     std::string value(32 << 20, '\0');
     for (std::size_t i = 0; i < value.size(); i += 4093) value[i] = static_cast<char>(i);
-    exchange(client, request(Op::set, {"large", value}));
-    CHECK(exchange(client, request(Op::get, {"large"}, 1000)).fields[0] == value);
+    call(client, request(Op::set, {"large", value}));
+    CHECK(call(client, request(Op::get, {"large"}, 1000)).fields[0] == value);
 }
 
 void closing_the_client_wakes_its_waiting_threads() {
@@ -258,10 +258,10 @@ void closing_the_client_wakes_its_waiting_threads() {
         client.close();
     });
     Message answer;
-    CHECK(client.exchange(request(Op::get, {"never"}, 60'000), answer, Clock::now() + 60s, never) ==
+    CHECK(client.call(request(Op::get, {"never"}, 60'000), answer, Clock::now() + 60s, never) ==
           Client::Result::closed);
     closer.join();
-    CHECK(client.exchange(request(Op::count, {}), answer, Clock::now() + 1s, never) == Client::Result::closed);
+    CHECK(client.call(request(Op::count, {}), answer, Clock::now() + 1s, never) == Client::Result::closed);
 }
 
 void closing_the_server_wakes_its_clients() {
@@ -273,11 +273,11 @@ void closing_the_server_wakes_its_clients() {
         server.close();
     });
     Message answer;
-    CHECK(client.exchange(request(Op::get, {"never"}, 60'000), answer, Clock::now() + 60s, never) ==
+    CHECK(client.call(request(Op::get, {"never"}, 60'000), answer, Clock::now() + 60s, never) ==
           Client::Result::closed);
     closer.join();
     Client late(client_of(server));
-    CHECK(late.exchange(request(Op::count, {}), answer, Clock::now() + 60s, never) == Client::Result::closed);
+    CHECK(late.call(request(Op::count, {}), answer, Clock::now() + 60s, never) == Client::Result::closed);
 }
 
 void the_server_publishes_the_will_of_a_lost_connection() {
@@ -285,11 +285,11 @@ void the_server_publishes_the_will_of_a_lost_connection() {
     Client heir(client_of(server));
     for (const bool taken_back : {true, false}) {
         Client testator(client_of(server));
-        CHECK(exchange(testator, request(Op::last_will, {"will", "an earlier one"})).code == 0);
-        CHECK(exchange(testator, request(Op::last_will, {"will", "the last"}, taken_back ? 1 : 0)).code == 0);
-        CHECK(exchange(heir, request(Op::check, {"will"})).number == 0);
+        CHECK(call(testator, request(Op::last_will, {"will", "an earlier one"})).code == 0);
+        CHECK(call(testator, request(Op::last_will, {"will", "the last"}, taken_back ? 1 : 0)).code == 0);
+        CHECK(call(heir, request(Op::check, {"will"})).number == 0);
         testator.close();
-        const Message answer = exchange(heir, request(Op::get, {"will"}, taken_back ? 50 : 20'000));
+        const Message answer = call(heir, request(Op::get, {"will"}, taken_back ? 50 : 20'000));
         CHECK(taken_back ? answer.code == static_cast<std::uint8_t>(Status::timed_out)
                          : answer.fields == std::vector<std::string>{"the last"});
     }
@@ -300,12 +300,12 @@ void a_connection_may_leave_a_will_for_each_key() {
     Client heir(client_of(server));
     Client testator(client_of(server));
     for (const char* key : {"one", "two", "three"})
-        CHECK(exchange(testator, request(Op::last_will, {key, std::string("of ") + key})).code == 0);
-    CHECK(exchange(testator, request(Op::last_will, {"two", ""}, 1)).code == 0);
+        CHECK(call(testator, request(Op::last_will, {key, std::string("of ") + key})).code == 0);
+    CHECK(call(testator, request(Op::last_will, {"two", ""}, 1)).code == 0);
     testator.close();
-    CHECK((exchange(heir, request(Op::multi_get, {"one", "three"}, 20'000)).fields ==
+    CHECK((call(heir, request(Op::multi_get, {"one", "three"}, 20'000)).fields ==
            std::vector<std::string>{"of one", "of three"}));
-    CHECK(exchange(heir, request(Op::check, {"two"})).number == 0);
+    CHECK(call(heir, request(Op::check, {"two"})).number == 0);
 }
 
 void a_server_that_died_is_distinguished_from_one_closed() {
@@ -314,14 +314,14 @@ void a_server_that_died_is_distinguished_from_one_closed() {
     Client client(ends[0]);
     close(ends[1]);
     Message answer;
-    CHECK(client.exchange(request(Op::count, {}), answer, Clock::now() + 60s, never) == Client::Result::lost);
+    CHECK(client.call(request(Op::count, {}), answer, Clock::now() + 60s, never) == Client::Result::lost);
 
     // The goodbye may also arrive between two requests.
     Server server;
     Client idle(client_of(server));
-    CHECK(exchange(idle, request(Op::count, {})).number == 0);
+    CHECK(call(idle, request(Op::count, {})).number == 0);
     server.close();
-    CHECK(idle.exchange(request(Op::count, {}), answer, Clock::now() + 60s, never) == Client::Result::closed);
+    CHECK(idle.call(request(Op::count, {}), answer, Clock::now() + 60s, never) == Client::Result::closed);
 }
 
 void a_request_to_a_silent_server_ends_at_its_deadline() {
@@ -329,7 +329,7 @@ void a_request_to_a_silent_server_ends_at_its_deadline() {
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
     Client client(ends[0]);
     Message answer;
-    CHECK(client.exchange(request(Op::count, {}), answer, Clock::now() + 50ms, never) == Client::Result::timed_out);
+    CHECK(client.call(request(Op::count, {}), answer, Clock::now() + 50ms, never) == Client::Result::timed_out);
     close(ends[1]);
 }
 

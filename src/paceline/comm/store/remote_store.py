@@ -76,7 +76,7 @@ class RemoteStore(Store):
         if self._closed:
             raise StoreConnectionError(f"{self} was closed by this process ({self._owner}) before {op.name.lower()}")
         if op is StoreOp.LAST_WILL:  # a will belongs to a connection, so all wills use the same one
-            result, status, answer, values = self._clients[0].exchange(op, number, fields, timeout_s + _GRACE_S)
+            result, status, answer, values = self._clients[0].call(op, number, fields, timeout_s + _GRACE_S)
         else:
             result, status, answer, values = self._request_on_idle(op, number, fields, timeout_s + _GRACE_S)
         if result == _ANSWERED:
@@ -103,7 +103,7 @@ class RemoteStore(Store):
         except IndexError:
             client = self._connected()
         try:
-            return client.exchange(op, number, fields, timeout_s)
+            return client.call(op, number, fields, timeout_s)
         finally:
             self._idle.append(client)
 

@@ -225,7 +225,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._delay_trigger = (param_to_hook_all_reduce,)
         self.require_backward_grad_sync = True
         self._divides_by_initial_world_size = True  # within `Join`
-        self.overlap = self.is_overlap_requested = bool(overlap)
+        self.overlap = self._is_overlap_requested = bool(overlap)
         self.checks = choose_checks(checks)
         tracked = collect_tracked(module, [name for name, _ in self._delayed_pairs])
         if not (init_sync_buffers or self.forward_sync_buffers):
@@ -486,7 +486,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "deterministic=True; use LogicalShards": self._replica is not None,
             "delay_all_reduce_named_params": self._delayed is not None,
             "a communication hook, or a reduce_dtype": self._averager.comm_hook is not None,
-            "overlap=True; in an elastic job gradients are averaged when backward ends": self.is_overlap_requested,
+            "overlap=True; in an elastic job gradients are averaged when backward ends": self._is_overlap_requested,
             "process_group; leave it out, because an elastic job has no other group": self.process_group.size() != 1,
             "wire; elastic jobs average gradients exactly": self.wire is not None,
             "sparse gradients; use sparse=False": bool(tracked.sparse),
