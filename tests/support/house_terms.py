@@ -57,3 +57,8 @@ GERUNDS = {
     "formatting": "a noun",
 }
 """Modules whose names may end in -ing."""
+
+PERSONS_WORDS = """
+    ask asks asked come comes came everybody everyone hear hears heard know knows knew knowledge learn learns learned
+    mood news say says said seat seats story stray strays talk talks tell tells told"""
+"""Words that suit persons and not processes; no name in the sources has them."""

@@ -82,7 +82,7 @@ class Launcher:
 
     def report(self, kind: str, *args: Any) -> None:
         """Records an event and reports it to the coordinator."""
-        note = {"started": "started", "said": "said", "stalled": "stalled", "ended": "ended"}.get(kind)
+        note = {"started": "started", "said": "record_message", "stalled": "stalled", "ended": "ended"}.get(kind)
         if note is not None:
             getattr(self.account, note)(*args)
         elif kind == "slots":
@@ -97,7 +97,7 @@ class Launcher:
         if self.link is not link or not self.lives:
             return
         if type(order) is ReplicateOrder:
-            self.account.learns(order.job_state)
+            self.account.merge(order.job_state)
             self.seeker.found()
             link.leads = True
             if order.job_state.views:
@@ -152,7 +152,7 @@ class Launcher:
         """Performs the next step of the search for a coordinator."""
         if self.link is not None or not self.lives:
             return
-        known = self.account.knowledge
+        known = self.account.job_state
         peers = [peer.number for peer in known.peers if peer.number not in known.ended]
         match self.seeker.next(peers, self.realm.now_s, is_done=self.account.is_done):
             case StopSearch():

@@ -182,7 +182,7 @@ class World:
         """A worker sends a message to the coordinator."""
         if self.is_calm and type(message) is ViewFailed and message.round != NO_STATE:
             raise Violation(f"{member.uid} reports {message} without a cause; {self.history()}")
-        member.standing.heard(message)
+        member.standing.receive(message)
         self.report(member, "said", message)
 
     def report(self, member: Member, kind: str, *args: object) -> None:

@@ -255,7 +255,7 @@ def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
     A program can wrap an error caused by another rank in an exception of its own. Ranks with such exceptions are blamed
     only if no other rank failed.
     """
-    failed = [rank for rank in snapshot.ranks if rank.ending is not None and rank.ending.manner in _OWN_FAULTS]
+    failed = [rank for rank in snapshot.ranks if rank.manner in _OWN_FAULTS]
     if not failed:
         return None
     first = min(failed, key=lambda rank: (_is_consequence(rank), rank.ending.at_s if rank.ending is not None else 0.0))
@@ -290,9 +290,7 @@ def _crashed_in_mismatch(snapshot: JobSnapshot) -> Diagnosis | None:
     crashed = [
         rank
         for rank in snapshot.ranks
-        if rank.ending is not None
-        and rank.ending.manner is ExitReason.KILLED
-        and any(call.ended_s is None for call in rank.calls)
+        if rank.manner is ExitReason.KILLED and any(call.ended_s is None for call in rank.calls)
     ]
     verdict = _mismatched(snapshot) if crashed else None
     if verdict is None:
@@ -303,7 +301,7 @@ def _crashed_in_mismatch(snapshot: JobSnapshot) -> Diagnosis | None:
 
 def _left_before_failures(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
     """Blames a rank that exited early, if the program wrapped the errors of the waiting ranks in its own exceptions."""
-    failed = [rank for rank in snapshot.ranks if rank.ending is not None and rank.ending.manner in _OWN_FAULTS]
+    failed = [rank for rank in snapshot.ranks if rank.manner in _OWN_FAULTS]
     if not failed or not all(map(_is_consequence, failed)):
         return None
     missed = _missed(snapshot, waits)
@@ -321,8 +319,7 @@ def _failed_alike(one: RankState, other: RankState) -> bool:
 def _is_consequence(rank: RankState) -> bool:
     """Returns True if another rank's failure broke this rank's latest call and this rank then raised an exception."""
     latest = rank.latest_call
-    is_exception = rank.ending is not None and rank.ending.manner is ExitReason.EXCEPTION
-    return is_exception and latest is not None and latest.outcome in _OTHERS_FAULTS
+    return rank.manner is ExitReason.EXCEPTION and latest is not None and latest.outcome in _OTHERS_FAULTS
 
 
 def _mismatched(snapshot: JobSnapshot) -> Diagnosis | None:
@@ -345,7 +342,7 @@ def _mismatched_root(snapshot: JobSnapshot) -> Diagnosis | None:
 
     Between hosts, such a call can complete on all ranks, and then a later call fails although all ranks make it.
     """
-    if all(rank.ending is None or rank.ending.manner is not ExitReason.MISMATCH for rank in snapshot.ranks):
+    if all(rank.manner is not ExitReason.MISMATCH for rank in snapshot.ranks):
         return None
     for group in sorted({call.group for rank in snapshot.ranks for call in rank.calls}):
         found = root_difference(_histories(snapshot, group))
@@ -561,7 +558,7 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
 
 
 def _has_left(rank: RankState) -> bool:
-    return rank.ending is not None and rank.ending.manner is ExitReason.FINISHED
+    return rank.manner is ExitReason.FINISHED
 
 
 def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
@@ -624,10 +621,7 @@ def _without_key(snapshot: JobSnapshot) -> Diagnosis | None:
         parts.append(f"{who} {verb_} in {text}, for {lasting(snapshot.now_s - since_s)}")
     others = [rank for rank in snapshot.ranks if rank not in waiters]
     found = {rank.rank: _explain_absence(rank) for rank in others}
-    doings: dict[str, list[int]] = {}
-    for number, reason in found.items():
-        doings.setdefault(reason.doing, []).append(number)
-    parts += [f"{named(n, snapshot.word)} {d if len(n) == 1 else _in_plural(d)}" for d, n in doings.items()]
+    parts += _activities(found, snapshot.word)
     is_fault = all(reason.is_fault for reason in found.values())
     advice = ". This is not an error if it evaluates, saves or compiles" if not is_fault else ""
     if not others:
@@ -640,21 +634,14 @@ def _without_key(snapshot: JobSnapshot) -> Diagnosis | None:
 def _idle(snapshot: JobSnapshot) -> Diagnosis | None:
     """Describes a job in which no rank is making a call or working, for example because all ranks wait for a file."""
     running = [rank for rank in snapshot.ranks if rank.ending is None]
-    if len(running) < len(snapshot.ranks) or not all(is_idle(rank) for rank in running):
+    if not running or len(running) < len(snapshot.ranks) or not all(is_idle(rank) for rank in running):
         return None
     found = {rank.rank: _explain_absence(rank) for rank in running}
-    doings: dict[str, list[int]] = {}
-    for number, absence_of in found.items():
-        doings.setdefault(absence_of.doing, []).append(number)
-    parts = [
-        f"{named(numbers, snapshot.word)} {doing if len(numbers) == 1 else _in_plural(doing)}"
-        for doing, numbers in doings.items()
-    ]
     since_s = max((rank.since_s for rank in running if rank.since_s is not None), default=snapshot.now_s)
     still = [number for number, absence_of in found.items() if absence_of.cause not in (Cause.USER_CODE, Cause.UNKNOWN)]
     sentence = (
         f"{beginning(snapshot, list(found))}no {snapshot.word} has made a call or worked for "
-        f"{lasting(snapshot.now_s - since_s)}: {'; '.join(parts)}"
+        f"{lasting(snapshot.now_s - since_s)}: {'; '.join(_activities(found, snapshot.word))}"
     )
     with_errors = [rank for rank in running if rank.thread_error]
     if with_errors:
@@ -662,6 +649,17 @@ def _idle(snapshot: JobSnapshot) -> Diagnosis | None:
         sentence += f"; a thread of {who} has ended with {with_errors[0].thread_error}"
     blamed = tuple(still) if len(still) < len(running) else ()
     return Diagnosis(found[still[0]].cause if still else Cause.IDLE, blamed, sentence, is_fault=False)
+
+
+def _activities(found: Mapping[int, AbsenceReason], word: str) -> list[str]:
+    """Describes what the ranks do, with one text for all ranks that do the same."""
+    doings: dict[str, list[int]] = {}
+    for number, reason in found.items():
+        doings.setdefault(reason.doing, []).append(number)
+    return [
+        f"{named(numbers, word)} {doing if len(numbers) == 1 else _in_plural(doing)}"
+        for doing, numbers in doings.items()
+    ]
 
 
 def _in_plural(doing: str) -> str:

@@ -334,6 +334,11 @@ class RankState:
     thread_error: str = ""
 
     @property
+    def manner(self) -> ExitReason | None:
+        """The reason of the rank's exit, or None while it runs."""
+        return None if self.ending is None else self.ending.manner
+
+    @property
     def latest_call(self) -> RankCall | None:
         """The call that the rank made last, or None if no call is known."""
         return max(self.calls, key=lambda call: call.arrived_s, default=None)

@@ -138,7 +138,7 @@ def _latest_completed(rank: RankState, group: str) -> int:
 
 def has_abandoned(rank: RankState, call: RankCall) -> bool:
     """Returns True if a rank exited without an error before `call`, an asynchronous call, had completed."""
-    return call.ended_s is None and rank.ending is not None and rank.ending.manner is ExitReason.FINISHED
+    return call.ended_s is None and rank.manner is ExitReason.FINISHED
 
 
 def _made(rank: RankState, group: str, number: int) -> RankCall | None:

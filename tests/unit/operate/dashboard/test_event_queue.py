@@ -6,8 +6,8 @@ from paceline.operate.dashboard.event_queue import EventFormatter
 
 
 def texts(*events: tuple[str, dict]) -> list[tuple[str, str, float | None]]:
-    events = EventFormatter()
-    told = [each for at, (event, facts) in enumerate(events) for each in events.format(event, facts, float(at))]
+    formatter = EventFormatter()
+    told = [each for at, (event, facts) in enumerate(events) for each in formatter.format(event, facts, float(at))]
     return [(each.kind, each.text, each.cost_s) for each in told]
 
 

@@ -458,3 +458,7 @@ def test_an_exception_that_ended_a_thread_is_told():
     verdict = _verdict(replace(seen, ranks=(*seen.ranks[:2], waits)))
     assert (verdict.cause, verdict.blamed) == (Cause.USER_CODE, (2,))
     assert verdict.sentence.endswith("; one of its threads has ended with OSError: truncated file (train.py:15)")
+
+
+def test_a_job_without_ranks_gets_no_verdict():
+    assert diagnose(JobSnapshot(1.0, ())) is None

@@ -73,7 +73,7 @@ def test_a_recording_that_changes_is_not_quiet():
 def test_a_verdict_is_said_once_and_its_end_too():
     said, first = StallReporter(), Diagnosis(Cause.BUSY, (1,), "busy", is_fault=False)
     assert said.resumed(0.0) is None
-    assert [said.tell(first, 0.0), said.tell(replace(first, sentence="later"), 0.0)] == ["busy", None]
-    assert said.tell(Diagnosis(Cause.STOPPED, (1,), "stopped"), 0.0) == "stopped"
+    assert [said.report(first, 0.0), said.report(replace(first, sentence="later"), 0.0)] == ["busy", None]
+    assert said.report(Diagnosis(Cause.STOPPED, (1,), "stopped"), 0.0) == "stopped"
     assert said.resumed(42.0) == "the job continues after 42 s"
     assert said.resumed(43.0) is None

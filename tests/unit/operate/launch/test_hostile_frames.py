@@ -143,7 +143,7 @@ WITHIN = {
     "a worker's message": b'{"kind":"WorkerMessage","uid":"0.0.0","message":%b}',
     "a machine's report": b'{"kind":"Follow","report":%b}',
     "a message for a worker": b'{"kind":"SendOrder","machine":"0","uid":"0.0.0","message":%b}',
-    "the state of a job": b'{"kind":"ReplicateOrder","machine":"0","knowledge":%b}',
+    "the state of a job": b'{"kind":"ReplicateOrder","machine":"0","job_state":%b}',
 }
 
 

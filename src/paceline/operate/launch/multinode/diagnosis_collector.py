@@ -372,4 +372,4 @@ def _is_of_calls(picture: MachineSnapshot) -> bool:
     """Returns True if a rank failed because its calls did not match those of the other ranks."""
     from paceline.operate.diagnosis.job_snapshot import ExitReason
 
-    return any(rank.ending is not None and rank.ending.manner is ExitReason.MISMATCH for rank in picture.ranks)
+    return any(rank.manner is ExitReason.MISMATCH for rank in picture.ranks)

@@ -152,7 +152,7 @@ def test_a_device_that_cannot_become_current_fails_the_calls(monkeypatch):
     work = one.call()
     monkeypatch.setattr(device_calls, "polled", fail)
     assert not one.calls.look()
-    assert work.done() and "illegal memory access" in work.outcome().said
+    assert work.done() and "illegal memory access" in work.outcome().detail
 
 
 def test_captured_calls_are_not_watched_nor_the_first_ones(monkeypatch):

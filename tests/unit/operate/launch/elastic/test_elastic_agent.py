@@ -28,5 +28,5 @@ def test_a_replacement_yields_until_it_is_told_to_learn(is_replacement: bool) ->
     agent._members = SimpleNamespace(by_uid={"0.1.1": member}.get)
     agent._on_start(member)
     for message in (WaitNotice("a while"), TransferOffer(5, "0.0.0", 3, "x:1")):
-        agent._tell("0.1.1", message)
+        agent._send_to_worker("0.1.1", message)
     assert happened == [("yields", 7)] * is_replacement + ["WaitNotice", ("is back", 7), "TransferOffer"]

@@ -83,10 +83,10 @@ def test_an_account_is_told_in_full():
     account = MachineState("host-1", 2, 1, 2)
     for uid in ("1.2.0", "1.3.0"):
         account.started(uid)
-    account.said("1.2.0", WorkerReady("same"))
+    account.record_message("1.2.0", WorkerReady("same"))
     account.stalled("1.2.0", "stopped")
     account.ended("1.3.0", "exit code 1", 1)
-    account.learns(KNOWN)
+    account.merge(KNOWN)
     later = replace_generation(FIRST, 1)
     account.passes_on(later)
     account.machine_ended(0)

@@ -114,7 +114,7 @@ def leaves(seed: int) -> Realm:
 
 
 def check_that_nobody_was_disturbed(realm: Realm) -> None:
-    story = realm.story()
+    story = realm.history()
     assert sum(not view.is_planned for view in realm.views.values()) == 1, story
     assert len(realm.elected_s) == len(realm.handed_over_s), story
     for elected_s, handed_s in zip(realm.elected_s, realm.handed_over_s, strict=True):

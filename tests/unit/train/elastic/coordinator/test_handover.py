@@ -96,7 +96,7 @@ def test_the_successor_is_told_when_all_is_at_rest():
     assert not handed(coordinator.handle_worker_message("2.0.0", ViewInstalled(view.generation, 1), 1.1))
     orders = coordinator.worker_ended("0.0.0", "exit code 0", 0, 1.2)
     assert handed(orders) == [("1", 1)]
-    known = [each.knowledge for each in orders if isinstance(each, ReplicateOrder)]
+    known = [each.job_state for each in orders if isinstance(each, ReplicateOrder)]
     assert {each.ended for each in known} == {(0,)} and {peer.number for peer in known[0].peers} == {1, 2}
     assert isinstance(orders[-1], HandoverOrder), "it knows all before"
 
@@ -198,13 +198,13 @@ def test_an_account_says_whether_its_workers_have_finished():
     account = MachineState("host-1", 2)
     for uid in ("1.0.0", "1.1.0"):
         account.started(uid)
-        account.said(uid, LoopFinished(9))
+        account.record_message(uid, LoopFinished(9))
     assert account.has_finished and not account.is_done
     account.ended("1.0.0", "exit code 0", 0)
     account.ended("1.1.0", "killed by SIGKILL", -9)
     assert account.is_done
     account.started("1.1.1")
-    account.said("1.1.1", LoopFinished(9))
+    account.record_message("1.1.1", LoopFinished(9))
     account.ended("1.1.1", "exit code 3", 3)
     assert not account.has_finished
 

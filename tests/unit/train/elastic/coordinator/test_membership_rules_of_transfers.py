@@ -130,8 +130,8 @@ def test_a_standing_holds_what_a_learner_and_a_donor_have_said():
         CaughtUp(4),
     ]
     for message in said:
-        standing.heard(message)
+        standing.receive(message)
     assert standing.messages == [said[0], said[2], said[3], said[4]]
     for number in range(7, 20):
-        standing.heard(TransferReady(number, 4, "x:3"))
+        standing.receive(TransferReady(number, 4, "x:3"))
     assert len(standing.messages) < 8

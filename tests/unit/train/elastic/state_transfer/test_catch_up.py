@@ -30,7 +30,7 @@ def test_a_learner_that_never_comes_near_is_admitted_in_time():
 def test_results_are_replayed_until_the_donors_are_gone(sender):
     model = Model(1, 10)
     senders = [sender(model, "a"), sender(model, "b")]
-    received = learn(*(each.offer for each in senders)).learn()
+    received = learn(*(each.offer for each in senders)).receive()
     assert received is not None
     near: list[int] = []
     replay = RemoteLog(received.senders, near.append, lambda: None)
@@ -54,7 +54,7 @@ def test_results_are_replayed_until_the_donors_are_gone(sender):
 
 def test_a_learner_says_that_it_is_near_when_it_may_come(sender):
     made = sender(Model(1, 10), "a")
-    received = learn(made.offer).learn()
+    received = learn(made.offer).receive()
     assert received is not None
     near: list[int] = []
     may_join: list[bool] = []
@@ -71,7 +71,7 @@ def test_a_learner_says_that_it_is_near_when_it_may_come(sender):
 
 def test_a_learner_that_never_comes_near_need_not_be_ready(sender):
     made = sender(Model(1, 10), "a")
-    received = learn(made.offer).learn()
+    received = learn(made.offer).receive()
     assert received is not None
     near: list[int] = []
     replay = RemoteLog(received.senders, near.append, lambda: None, lambda: False)
@@ -95,7 +95,7 @@ def test_a_learner_that_does_not_come_costs_no_more_than_a_log(sender):
 
 def test_a_donor_waits_for_a_learner_that_is_too_slow(sender):
     made = sender(Model(1, 10), "a")
-    received = learn(made.offer).learn()
+    received = learn(made.offer).receive()
     assert received is not None
     replay = RemoteLog(received.senders, lambda _: None, lambda: None)
     value = torch.ones(9 << 20)
@@ -115,7 +115,7 @@ def test_a_donor_waits_for_a_learner_that_is_too_slow(sender):
 def test_steps_that_the_learner_has_make_room_in_their_round(sender):
     model = Model(1, 10)
     senders = [sender(model, "a"), sender(model, "b")]
-    received = learn(*(each.offer for each in senders)).learn()
+    received = learn(*(each.offer for each in senders)).receive()
     assert received is not None
     replay = RemoteLog(received.senders, lambda _: None, lambda: None)
     gradient = torch.ones(9 << 20)

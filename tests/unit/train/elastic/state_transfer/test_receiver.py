@@ -18,7 +18,7 @@ def test_a_snapshot_is_the_state_at_its_instant(sender):
     senders = [sender(model, "a"), sender(model, "b")]
     model.optimizer.step()
     assert model.registry.digest() != before
-    received = learn(*(each.offer for each in senders)).learn()
+    received = learn(*(each.offer for each in senders)).receive()
     assert received is not None
     other.registry.restore(received.take_state())
     assert other.registry.digest() == before
@@ -43,8 +43,8 @@ def test_a_damaged_chunk_is_taken_from_the_other_donor(sender, monkeypatch):
 
     whole = StateReceiver._get_chunks
     monkeypatch.setattr(StateReceiver, "_get_chunks", damaged)
-    assert learn(wrong.offer).learn() is None
-    received = learn(right.offer).learn()
+    assert learn(wrong.offer).receive() is None
+    received = learn(right.offer).receive()
     assert received is not None
     assert taken == ["wrong", "right"]
     other.registry.restore(received.take_state())
@@ -57,7 +57,7 @@ def test_donors_that_are_gone_teach_nothing(sender):
     gone = sender(Model(1), "gone")
     gone.snapshot.close()
     assert gone.snapshot.is_over
-    assert learn(gone.offer).learn() is None
+    assert learn(gone.offer).receive() is None
 
 
 def test_a_lesson_of_another_round_is_not_mixed_in(sender):
@@ -65,7 +65,7 @@ def test_a_lesson_of_another_round_is_not_mixed_in(sender):
     first = sender(model, "first")
     model.optimizer.step()
     later = sender(model, "later", round_=8)
-    received = learn(first.offer, later.offer).learn()
+    received = learn(first.offer, later.offer).receive()
     assert received is not None
     assert len(received.senders) == 1
     for each in received.senders:
@@ -77,6 +77,6 @@ def test_random_bytes_do_not_end_a_lesson(sender):
     host, port = made.offer.address.split(":")
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(Random(1).randbytes(200))
-        received = learn(made.offer).learn()
+        received = learn(made.offer).receive()
     assert received is not None
     received.senders[0].close()
