@@ -43,7 +43,7 @@ def train(model: nn.Module, x: torch.Tensor, steps: int, seconds: float = 0.0) -
 
 
 def measure_two() -> object:
-    """Measures the link between ranks 0 and 1, and the time of a reduction per byte; returns both on rank 0."""
+    """Measures the link between ranks 0 and 1, and the reduction time per byte; returns both on rank 0."""
     import paceline as dist
     from paceline.operate.plan.measure_worker import measure_link
     from paceline.operate.plan.step_watch import reduction_s_per_byte

@@ -1,4 +1,4 @@
-"""Defines the blocks of docs/observe.md: the numbers of correct diagnoses and of false diagnoses."""
+"""Generates the tables of correct and false diagnoses in docs/observe.md."""
 
 from __future__ import annotations
 

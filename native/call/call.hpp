@@ -128,7 +128,7 @@ struct Outcome {
     std::vector<CallHeader> calls;  // indexed by group rank; a missing rank's entry is its latest call
 };
 
-// Data about a call that its group collects for the recording.
+// Data that a group collects about each of its calls for the recording.
 struct CallMetrics {
     int last_arrived = -1;         // the group rank that arrived last, or -1 if unknown
     std::uint64_t complete = 0;    // time of the last rank's arrival, in recorder ticks; 0: not measured

@@ -274,8 +274,8 @@ void Messenger::announce(const CallHeader& header) {
     for (int peer = 0; peer < lanes_.size(); ++peer) {
         if (!lanes_.peer(peer).control) continue;
         auto& outgoing = state(peer).outgoing;
-        // Only the latest announcement stays queued, because a peer that computes for a long time does not read any
-        // frames.
+        // Only the latest announcement stays queued: a peer that is computing reads no frames, so earlier ones would
+        // accumulate.
         std::erase_if(outgoing, [](const OutgoingFrame& each) {
             return each.frame.kind == FrameKind::waiting && each.sent == 0;
         });

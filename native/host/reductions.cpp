@@ -168,8 +168,8 @@ bool Group::reduce_in_slices(Call& call, bool receives_result) {
     return true;
 }
 
-// In round j, a slot contains part j, this rank's slice of part j - 1 reduced over the rank's block, and this rank's
-// slice of part j - 2 reduced over all blocks. Data crosses between blocks only when ranks at the same position in
+// In round j, a slot contains three things: part j; this rank's slice of part j - 1, reduced over the rank's block; and
+// its slice of part j - 2, reduced over all blocks. Data moves between blocks only when ranks at the same position in
 // their blocks exchange slices. comm/schedule/hierarchical.py implements the same algorithm as a schedule.
 bool Group::reduce_in_blocks(Call& call, bool receives_result) {
     ByteStream& tensor = call.outputs[0];

@@ -247,7 +247,7 @@ void Recorder::calibrate() {
     calibrating_.clear(std::memory_order_release);
 }
 
-// Returns the counter's average speed since the first pair, or a default of about 1 GHz if no other pair exists.
+// Returns the counter's average frequency since the first pair, or a default of about 1 GHz if no other pair exists.
 double Recorder::ticks_per_ns(const PairFields& now) const {
     std::uint64_t first[sizeof(PairFields) / sizeof(std::uint64_t)];
     PairFields origin = now;

@@ -65,8 +65,8 @@ class HostMesh {
     // Returns the record of what this process's threads are waiting for.
     WaitRegistry& wait_registry() { return wait_registry_; }
 
-    // Reports to the other ranks that this process fails its calls because of `cause`; a later cause replaces an
-    // earlier one.
+    // Reports to the other ranks that this process's calls fail because of `cause`; a later cause replaces an earlier
+    // one.
     void report_cause(const FailureCause& cause);
     // Returns the latest cause passed to `report_cause`. Timeouts expire, because a program may continue after a
     // timeout.

@@ -1,8 +1,8 @@
 // Requests that wait for keys. Each is registered under its first missing key. Uses no sockets; the caller passes the
 // current time.
 //
-// Setting a key costs time only for requests registered under that key. If a thousand ranks wait for a thousand keys
-// each, setting a key therefore does not check a million registrations.
+// The cost of setting a key depends only on the requests registered under that key. Even if a thousand ranks wait for a
+// thousand keys each, setting one key does not require a search through a million registrations.
 #pragma once
 
 #include <chrono>

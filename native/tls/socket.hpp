@@ -14,7 +14,7 @@ struct Socket {
     Socket(int fd = -1) : descriptor(fd) {}  // NOLINT: implicit, for unencrypted sockets
     Socket(int fd, std::unique_ptr<Session> over) : descriptor(fd), session(std::move(over)) {}
 
-    // These functions behave like send(2) without SIGPIPE and like recv(2); the descriptor is non-blocking.
+    // These functions behave like send(2) and recv(2), but never raise SIGPIPE; the descriptor is non-blocking.
     ssize_t send(const void* data, std::size_t nbytes) const {
         return session ? session->send(data, nbytes) : ::send(descriptor, data, nbytes, MSG_NOSIGNAL);
     }

@@ -1,4 +1,4 @@
-"""The calls that the ranks of a group record, and recordings of killed ranks."""
+"""Tests the calls that each rank records, and the recordings of killed ranks."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def _have_read_verdict(store: Store, all_ranks: bool) -> bool:
 
 
 class _DelayedClose(threading.Thread):
-    """Thread that closes the store `opened` after a delay; `check_in` is the view in which the ranks checked in.
+    """Thread that closes a store (`opened`) after a delay; `check_in` is the view of the store used for the check-in.
 
     It is not a daemon thread, so the interpreter waits for it at exit.
     """

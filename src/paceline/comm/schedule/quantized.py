@@ -5,10 +5,10 @@ each rank packs its host's sum, sends to every other rank the part that the rece
 receives. The exchange is direct, because each hop of a ring would round again. The owner of a sum packs it once, sends
 it to all ranks, and itself also uses the unpacked sum. All ranks therefore get the same bits, as the tests prove.
 
-A byte crosses the network as often as in a ring. Each element is rounded twice, once in the sum of a host and once in
-the total. A rank packs each element of its slice once per call, so one array of residuals is sufficient for error
-feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; the feedback covers both roundings as in Tang et al.
-2021, "1-bit Adam").
+Each byte crosses the network the same number of times as in a ring. Each element is rounded twice, once in the sum of a
+host and once in the total. A rank packs each element of its slice once per call, so one array of residuals is
+sufficient for error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; the feedback covers both
+roundings as in Tang et al. 2021, "1-bit Adam").
 
 With two hosts, both send their entire sums instead, and both add up the packed sums. This requires the same number of
 bytes but fewer sequential messages, and each element is rounded only once.

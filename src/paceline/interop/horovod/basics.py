@@ -278,7 +278,7 @@ def run(
         args: The positional arguments.
         kwargs: The keyword arguments.
         np: The number of processes.
-        hosts: This machine, such as "localhost:4". Use `paceline run` for jobs on several machines.
+        hosts: The name of this machine, such as "localhost:4". Use `paceline run` for jobs on several machines.
         options: Ignored; accepted for compatibility with Horovod (`use_gloo`, `verbose` etc.).
 
     Raises:

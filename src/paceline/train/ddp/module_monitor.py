@@ -149,9 +149,9 @@ class ModuleMonitor:
 
     def send_buffers(self, root: int) -> None:
         """Copies the root's buffers to all ranks."""
-        # Writes through `data` do not increment the version counter. A second forward pass before the backward pass is
-        # therefore not an error, as in torch, although batch normalization has saved its statistics for the backward
-        # pass.
+        # Writes through `data` do not increment the version counter. Therefore, as in torch, a second forward pass
+        # before the backward pass raises no error, even though batch normalization has saved its statistics for the
+        # backward pass.
         buffers = [buffer.data for buffer in self.current_buffers()]
         if not buffers:
             return

@@ -201,7 +201,7 @@ def test_a_doorkeeper_admits_behind_the_port(gate):
 
 
 def test_both_ends_send_short_messages_at_once():
-    """Without TCP_NODELAY, the system delays the second message by 40 ms until the first one is acknowledged."""
+    """Without TCP_NODELAY, the system delays the second message until the first one is acknowledged."""
     admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
     keeper = AuthenticatedListener(socket.create_server((HERE, 0)), KEY, "links", lambda each, _: admitted.put(each))
     with dialer.dial((HERE, keeper.port), DEADLINE_S) as connection:

@@ -1,4 +1,4 @@
-"""Settings that several arguments of `DistributedDataParallel` determine together."""
+"""Settings that depend on a combination of arguments of `DistributedDataParallel`."""
 
 from __future__ import annotations
 

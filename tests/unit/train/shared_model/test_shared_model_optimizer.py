@@ -1,4 +1,4 @@
-"""The core's optimizers match torch's up to rounding, with torch's state."""
+"""The core's optimizers match torch's up to rounding, and have the same state."""
 
 from __future__ import annotations
 

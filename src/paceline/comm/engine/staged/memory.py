@@ -111,7 +111,7 @@ def divide(call: CollectiveCall, rank: int, size: int, slot_nbytes: int) -> Stag
     """
     operation = call.operation
     inputs, outputs = [DeviceBytes(pieces) for pieces in call.inputs], [DeviceBytes(pieces) for pieces in call.outputs]
-    # `most` is the number of buffers on the rank with the most buffers, because parts must be equal on all ranks.
+    # `most` is the largest number of buffers on any rank, because the parts must have the same size on all ranks.
     most = 1
     read: list[StagedBuffer] = []
     if operation in (Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE):

@@ -81,7 +81,7 @@ def append(log: int, item: LogItem, body: Sequence[memoryview] = ()) -> int:
 
 @dataclass(frozen=True)
 class LogEntry:
-    """The location of an item in a log: its head, and the range of its body."""
+    """An item in a log: its head, and the byte range of its body."""
 
     item: LogItem
     body: int
