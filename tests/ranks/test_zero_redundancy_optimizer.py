@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import paceline as dist
+from paceline.train.zero.optimizer_state import gather_state
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -242,3 +244,31 @@ def groups_and_schedules() -> None:
 
 def test_later_parameter_groups_count_as_they_do_unsharded(ranks):
     ranks(2)(groups_and_schedules)
+
+
+class Phase(enum.IntEnum):
+    WARM_UP = 3
+
+
+def states_that_are_gathered() -> None:
+    dist.init_process_group()
+    group, rank = dist.group.WORLD, dist.get_rank()
+    tensor = nn.Parameter(torch.full((2,), float(rank)))
+    gathered = gather_state({rank: {"phase": Phase.WARM_UP, "moment": tensor, "flag": True}}, group, 0)
+    if rank == 0:
+        assert gathered is not None and [*gathered] == [0, 1]
+        assert [type(state["moment"]) for state in gathered.values()] == [torch.Tensor] * 2
+        assert [(state["phase"], state["flag"]) for state in gathered.values()] == [(3, True)] * 2
+    else:
+        assert gathered is None
+    named = (
+        r"rank 1 has a state with 'odd' of type object. Use an optimizer"
+        if rank == 1
+        else r"rank 1 \(.*could not send its object"
+    )
+    with pytest.raises(TypeError, match=f"consolidate_state_dict: .*{named}"):
+        gather_state({rank: {"odd": object() if rank == 1 else 1}}, group, 0)
+
+
+def test_states_are_gathered_or_refused_on_all_ranks(ranks):
+    ranks(2)(states_that_are_gathered)

@@ -220,7 +220,8 @@ class ProcessGroup:
     def bind(self, device: torch.device | None) -> None:
         """Connects the group on this rank's accelerator; all ranks must call this. Does nothing if `device` is None.
 
-        If the devices cannot be connected, the group is closed.
+        Raises:
+            CollectiveError: the devices cannot be connected; the group is closed.
         """
         if device is None:
             return

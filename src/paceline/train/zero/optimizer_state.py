@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 
 from paceline.comm.group.collectives.object_collectives import gather_object
 from paceline.comm.group.process_group import ProcessGroup
+from paceline.errors import CollectiveObjectError
 from paceline.train.zero.shards import Shard
 
 StateByIndex = dict[int, dict[str, object]]
 Group = dict[str, Any]
 
 _STEP = "step"  # the only scalar whose dtype torch preserves when loading
+_ONLY_PLAIN = "Use an optimizer whose state consists of tensors, numbers, strings and None"
 _WHOLE_ONLY = ("params", "param_names")  # group keys that are not copied to a rank's part
 
 
@@ -50,19 +52,36 @@ def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, 
     """Gathers the states of all ranks' shards, by shard number, on group rank `to`; returns None on other ranks.
 
     The gathered tensors are on the CPU, because a device that holds one rank's part may not have enough memory for all
-    parts. If a state has a value that `gather_object` cannot send, every rank raises an error.
+    parts.
+
+    Raises:
+        TypeError: a state has a value that cannot be sent without pickle; raised on every rank.
     """
-    on_cpu = {
-        index: {
-            name: value.detach().cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()
-        }
-        for index, state in mine.items()
-    }
+    on_cpu = {index: {name: _sendable(value) for name, value in state.items()} for index, state in mine.items()}
     gathered: list[StateByIndex] | None = [{} for _ in group.ranks] if group.rank() == to else None
-    gather_object(on_cpu, gathered, group=group, group_dst=to)
+    try:
+        gather_object(on_cpu, gathered, group=group, group_dst=to)
+    except CollectiveObjectError as error:
+        raise TypeError(f"consolidate_state_dict: {error}. {_ONLY_PLAIN}") from error
+    except TypeError as error:
+        unknown = [(name, value) for state in on_cpu.values() for name, value in state.items() if not _is_plain(value)]
+        what = f"{unknown[0][0]!r} of type {type(unknown[0][1]).__name__}" if unknown else "a value"
+        rank = group.ranks[group.rank()]
+        raise TypeError(f"consolidate_state_dict: rank {rank} has a state with {what}. {_ONLY_PLAIN}") from error
     if gathered is None:
         return None
     return dict(sorted(chain.from_iterable(state.items() for state in gathered), key=itemgetter(0)))
+
+
+def _sendable(value: object) -> object:
+    """Returns a tensor as a plain tensor on the CPU, and an instance of a subclass of int as an int."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().as_subclass(torch.Tensor).cpu()
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, torch.Tensor | int | float | str | list | tuple | dict | set)
 
 
 def copy_options(source: Sequence[Group], target: Sequence[Group]) -> None:

@@ -313,7 +313,7 @@ def _record_thread_errors(path: str) -> None:
 
 def _package() -> str:
     """Returns the directory that contains the package `paceline`, five levels above this file."""
-    return os.path.abspath(__file__).rsplit(os.sep, 5)[0]
+    return os.path.abspath(__file__).rsplit(os.sep, 5)[0] or os.sep
 
 
 if __name__ == "__main__":
