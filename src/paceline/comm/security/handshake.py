@@ -156,10 +156,20 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
 
 
 def connect_with_secret(plain: socket.socket, secret: bytes | None, channel: str) -> Connection:
-    """Runs both handshakes of the connecting side on a new connection, which is closed if one of them fails."""
+    """Runs both handshakes of the connecting side with the keys of a channel; see `connect_with_key`."""
+    return connect_with_key(plain, secret, derive_key(secret, channel), PeerHello(channel))
+
+
+def connect_with_key(
+    plain: socket.socket, secret: bytes | None, key: bytes, hello: PeerHello, timeout_s: float = TIMEOUT_S
+) -> Connection:
+    """Encrypts a new connection with `secret` and authenticates it with `key`; closes it if either handshake fails.
+
+    `timeout_s` limits the time for the encryption.
+    """
     try:
-        connection = encrypt_as_client(plain, secret, TIMEOUT_S)
-        prove(connection, derive_key(secret, channel), PeerHello(channel))
+        connection = encrypt_as_client(plain, secret, timeout_s)
+        prove(connection, key, hello)
         return connection
     except BaseException:
         plain.close()

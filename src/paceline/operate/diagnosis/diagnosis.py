@@ -98,7 +98,7 @@ def diagnose(snapshot: JobSnapshot) -> Diagnosis | None:
 
 def _different_tags(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> str:
     """Returns a sentence about the first recv whose sender has sent a message with another tag, or an empty string."""
-    by_rank = {rank.rank: rank for rank in snapshot.ranks}
+    by_rank = snapshot.by_rank
     for wait in waits:
         tag = wait.call.header.tag
         if wait.call.header.operation != "recv" or len(wait.absent) != 1 or len(wait.waiters) != 1:
@@ -436,7 +436,7 @@ def _blocked(snapshot: JobSnapshot) -> dict[int, bool]:
 
 def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
     """Blames a rank that others are waiting for."""
-    by_rank = {rank.rank: rank for rank in snapshot.ranks}
+    by_rank = snapshot.by_rank
     found_roots = roots(waits, _blocked(snapshot))
     # Another absent rank may be the one that should set the key for which a rank waits.
     for number in sorted(found_roots, key=lambda number: by_rank[number].store_wait is not None):
@@ -567,7 +567,7 @@ def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
     if not complete:
         return None
     wait = min(complete, key=lambda wait: wait.last_s)
-    by_rank: Mapping[int, RankState] = {rank.rank: rank for rank in snapshot.ranks}
+    by_rank = snapshot.by_rank
     start = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}"
     for number in wait.waiters:
         process = by_rank[number].process

@@ -352,6 +352,11 @@ class JobSnapshot:
     ranks: tuple[RankState, ...]
     word: str = "rank"
 
+    @property
+    def by_rank(self) -> dict[int, RankState]:
+        """The states, keyed by rank."""
+        return {rank.rank: rank for rank in self.ranks}
+
 
 def is_idle(rank: RankState) -> bool:
     """Returns True if the rank is running and has made calls, but is now neither in a call nor working."""

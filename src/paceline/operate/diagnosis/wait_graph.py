@@ -66,7 +66,7 @@ def waits_of(snapshot: JobSnapshot) -> list[CallWait]:
 def _members_of(snapshot: JobSnapshot, group: str) -> dict[int, RankState]:
     """Returns a group's known members, keyed by group rank, including members that have not joined the group yet."""
     members = {rank.memberships[group].number: rank for rank in snapshot.ranks if group in rank.memberships}
-    by_rank = {rank.rank: rank for rank in snapshot.ranks}
+    by_rank = snapshot.by_rank
     awaited = {
         number: by_rank[rank]
         for member in members.values()

@@ -3,7 +3,7 @@
 import { byId, element, empty, fill, setText } from "./dom.js";
 import { clock, count, ms, perSecond, span } from "./format.js";
 
-export function drawStory(picture) {
+export function drawEvents(picture) {
   const { items } = picture.events;
   if (!items.length) {
     fill(byId("events"), empty("Starts, deaths, new ranks and checkpoints appear here."));

@@ -4,7 +4,7 @@ import { byId, onNewColors, setText } from "./dom.js";
 import { drawCurves, redrawCurves } from "./curves.js";
 import { drawFigures, drawHeader, drawVerdict, drawWhatIf } from "./header.js";
 import { drawHeat } from "./heat.js";
-import { drawCalls, drawLinks, drawLog, drawStacks, drawStory, filterLog } from "./lists.js";
+import { drawCalls, drawEvents, drawLinks, drawLog, drawStacks, filterLog } from "./lists.js";
 import { drawRanks } from "./ranks.js";
 import { drawStep } from "./step.js";
 import { drawTimeline } from "./timeline.js";
@@ -19,7 +19,7 @@ const DRAWN_FROM = [
   [["steps"], drawHeat],
   [["timeline"], drawTimeline],
   [["curves"], drawCurves],
-  [["events"], drawStory],
+  [["events"], drawEvents],
   [["calls"], drawCalls],
   [["links", "network", "owed"], drawLinks],
   [["stacks"], drawStacks],

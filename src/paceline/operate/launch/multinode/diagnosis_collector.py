@@ -199,7 +199,7 @@ class DiagnosisCollector(ControllerMiddleware):
     def _sighted(self, node: str, sighting: SnapshotReport, now_s: float) -> Orders:
         if not sighting.body:
             text = self._reporter.resumed(now_s)
-            return self._send_to_all(UserMessage(text)) if text is not None else []
+            return self._send_to_serving(UserMessage(text)) if text is not None else []
         from paceline.operate.diagnosis.machine_snapshot import decode
 
         try:
@@ -276,7 +276,7 @@ class DiagnosisCollector(ControllerMiddleware):
         if text is None:
             return []
         is_failure = verdict.is_failure
-        return self._send_to_all(
+        return self._send_to_serving(
             UserMessage(text, is_stall=not is_failure, is_failure=is_failure, blamed=verdict.blamed)
         )
 
@@ -288,7 +288,7 @@ class DiagnosisCollector(ControllerMiddleware):
             lambda: diagnose(job_snapshot_of((snapshot.by(now_s) for snapshot in pictures.values()), self.word)), None
         )
 
-    def _send_to_all(self, message: UserMessage) -> Orders:
+    def _send_to_serving(self, message: UserMessage) -> Orders:
         # another node may host the rendezvous by now
         return [(node, message) for node in self._serving() or self._serves]
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from paceline.comm.one_port.dialer import dial as dial_machine
 from paceline.comm.security.encryption import Connection
-from paceline.comm.security.handshake import TIMEOUT_S, PeerHello, encrypt_as_client, prove
-from paceline.comm.security.secret import derive_key, job_secret, require_secret
+from paceline.comm.security.handshake import TIMEOUT_S, connect_with_secret
+from paceline.comm.security.secret import job_secret, require_secret
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.peer_memory import protocol
 from paceline.train.elastic.failpoints import failpoint
@@ -123,12 +123,11 @@ def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
     try:
         if plain.family != socket.AF_UNIX:
             require_secret(plain.getpeername()[0], secret)
-        connection = encrypt_as_client(plain, secret, TIMEOUT_S)
-        prove(connection, derive_key(secret, protocol.CHANNEL), PeerHello(protocol.CHANNEL))
-        connection.settimeout(_TIMEOUT_S)
     except BaseException:
         plain.close()
         raise
+    connection = connect_with_secret(plain, secret, protocol.CHANNEL)
+    connection.settimeout(_TIMEOUT_S)
     return CacheClient(connection, address)
 
 

@@ -17,7 +17,7 @@ from paceline.comm.group.buffers import as_memory, empty_buffers
 from paceline.comm.group.collectives.object_codec import MalformedPayload, decode
 from paceline.comm.one_port.dialer import dial
 from paceline.comm.security.encryption import Connection
-from paceline.comm.security.handshake import PeerHello, encrypt_as_client, prove
+from paceline.comm.security.handshake import PeerHello, connect_with_key
 from paceline.comm.security.secret import derive_key, job_secret
 from paceline.errors import AuthenticationError
 from paceline.train.elastic.failpoints import failpoint
@@ -119,8 +119,7 @@ class StateReceiver:
         host, _, port = offer.address.rpartition(":")
         plain = dial((host, int(port)), _PATIENCE_S)
         key = derive_key(job_secret(), KEY)
-        connection = encrypt_as_client(plain, key, _PATIENCE_S)
-        prove(connection, key, PeerHello(CHANNEL, generation=offer.transfer))
+        connection = connect_with_key(plain, key, key, PeerHello(CHANNEL, generation=offer.transfer), _PATIENCE_S)
         connection.settimeout(_PATIENCE_S)
         return connection
 
